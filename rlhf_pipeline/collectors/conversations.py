@@ -773,8 +773,9 @@ class Conversations:
             conversation.current = current if ids is None else len(conversation.rows) - 1
             return ids
         branch.num_asked = len(branch.messages)
-        prompt = [*until.ids, *ids]
-        branch.row = until.another(prompt, self._key(conversation, prompt, step.variant))
+        branch.row = row.branch(ids, turn.ended, row.key)
+        if step.variant != turn.variant or _num_asked(conversation, branch.row.ids, step.variant):
+            branch.row.key = self._key(conversation, branch.row.ids, step.variant)
         return branch.row
 
     def _new_row(
@@ -810,10 +811,7 @@ class Conversations:
         They follow from its tokens, and from how many turns of the episode had the same ones before them: the order in
         which a program sends requests does not change what it receives.
         """
-        same = sum(
-            turn.variant == variant and turn.row.row is not None and turn.row.row.ids[: turn.began] == ids
-            for turn in conversation.row_turns
-        )
+        same = _num_asked(conversation, ids, variant)
         digest = hashlib.blake2b(np.array([same, *ids], np.int64).tobytes() + variant.encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") | 1) - conversation.first_key
 
@@ -983,6 +981,14 @@ class Conversations:
 
 def _nothing() -> None:
     """Do nothing: the engine waits for answers itself."""
+
+
+def _num_asked(conversation: Conversation, ids: Sequence[int], variant: str) -> int:
+    """Return the number of turns of an episode that had these tokens before them."""
+    return sum(
+        turn.variant == variant and turn.row.row is not None and turn.row.row.ids[: turn.began] == ids
+        for turn in conversation.row_turns
+    )
 
 
 def _is_to_retry(conversation: Conversation) -> bool:

@@ -554,7 +554,7 @@ class _Turns(SlotRun):
 
     def firsts(self, rows: Int64Array) -> Int64Array:
         """See `SlotRun.firsts`."""
-        return np.array([row.num_prompt for row in self._rows(rows)], np.int64)
+        return np.array([row.num_prompt - row.branched[0] for row in self._rows(rows)], np.int64)
 
     def ends(self, rows: Int64Array) -> Int64Array:
         """Return the tokens at which the turns of these rows end."""

@@ -65,13 +65,14 @@ class TurnRequests:
     def _turn(self, place: int) -> Request:
         row, request = self.rows[place], self._request
         stream = self._streams[place // request.group_size]
+        spans = len(row.turn_spans) + row.branched[1]
         return Request(
             prompts=[row.ids],
             max_new_tokens=min(self._limits[place], row.room + 1),
             temperature=request.temperature,
             end_token_ids=request.end_token_ids,
             seed=request.seed,
-            stream_ids=[stream + _TURN * (self._members[place] + (len(row.turn_spans) << 12)) + row.key],
+            stream_ids=[stream + _TURN * (self._members[place] + (spans << 12)) + row.key],
             truncation=request.truncation,
             stops=request.stops,
         )

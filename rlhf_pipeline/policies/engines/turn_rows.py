@@ -35,6 +35,9 @@ class TurnRow:
     aborted: bool = False
     key: int = 0
     """Keeps the random numbers of the rows of a conversation apart; 0 in the first row."""
+    branched: tuple[int, int] = (0, 0)
+    """Of a row that continues a part of another one: the tokens and the spans of that part since its prompt. The random
+    numbers of a turn follow from its place among them, too, whichever of two continuations began first."""
 
     @classmethod
     def begin(cls, prompt: Sequence[int], most: int, *, key: int = 0, has_mass: bool = False) -> TurnRow:
@@ -47,6 +50,14 @@ class TurnRow:
     def another(self, prompt: Sequence[int], key: int) -> TurnRow:
         """Return a new row of the same conversation."""
         return TurnRow.begin(prompt, self.most, key=key, has_mass=bool(self.log_mass))
+
+    def branch(self, reply: Sequence[int], until: int, key: int) -> TurnRow:
+        """Return a new row that begins with the tokens of this one up to a place, and a reply."""
+        row = self.another([*self.ids[:until], *reply], key)
+        spans = sum(start < until for start, _ in self.turn_spans) + bool(reply)
+        before, spans_before = self.branched
+        row.branched = (before + row.num_prompt - self.num_prompt, spans_before + spans)
+        return row
 
     @property
     def began(self) -> int:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from rlhf_pipeline import AgentProgram, Collect, Prompt, Step, Turn
+from rlhf_pipeline import AgentProgram, Collect, Prompt, Step, Turn, scratch_policy
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from tests.rlhf_pipeline.small import talker
+from rlhf_pipeline.data.keys import POLICY_ROLE
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.user_code.runtime import process_runtime
+from tests.rlhf_pipeline.small import CHAT_TEMPLATE, talker
 
 openai = pytest.importorskip("openai")
 
@@ -284,6 +289,7 @@ async def some_are_rogues(base_url: str, api_key: str, prompt: Prompt) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # connections of abandoned programs
 def test_programs_run_at_the_same_time_and_apart():
     """64 programs, of which ten go wrong: the others have the rows that they have alone."""
     texts = [str(number) for number in range(1, 33)]
@@ -313,3 +319,135 @@ def test_programs_run_at_the_same_time_and_apart():
         assert other.row is not None
         assert one.row.ids == other.row.ids
         np.testing.assert_allclose(one.row.log_probs, other.row.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("repeats", ["retry", "sample"])
+def test_the_order_of_requests_does_not_change_samples(repeats):
+    """Sub-agents that begin together, continuations of one turn, and equal requests, in two orders of arrival."""
+
+    def asks(late: int) -> Any:
+        async def program(base_url: str, api_key: str, prompt: Prompt) -> None:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+                async def ask(place: int, *texts: str) -> Any:
+                    await asyncio.sleep(0.3 * (place == late))
+                    roles = ("user", "assistant") * 2
+                    messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+                    answer = await client.chat.completions.create(model="policy", messages=messages)
+                    return answer.choices[0].message.content
+
+                await asyncio.gather(ask(0, "1"), ask(1, "2"))
+                first = await ask(2, prompt.text)
+                await asyncio.gather(ask(0, prompt.text, first, "3"), ask(1, prompt.text, first, "4"))
+                await asyncio.gather(ask(0, "9"), ask(1, "9"))
+
+        return program
+
+    def sampled(late: int) -> list[Any]:
+        found = run(AgentProgram(asks(late), repeats=repeats), "12", max_new_tokens=8)
+        assert [one.failure for one in found] == [None] * 2
+        # A turn with all that stands before it; which of two rows it is in depends on the order.
+        return [
+            sorted(
+                (row.row.ids[:start], row.row.ids[start:end])
+                for row in one.sampled_rows
+                if row.row is not None
+                for (start, role), end in zip(
+                    row.row.turn_spans, [at for at, _ in row.row.turn_spans[1:]] + [len(row.row.ids)], strict=True
+                )
+                if role == POLICY_ROLE
+            )
+            for one in found
+        ]
+
+    first, second = sampled(0), sampled(1)
+    assert first == second
+    assert [len(turns) for turns in first] == [6 if repeats == "retry" else 7] * 2
+
+
+def test_several_choices_are_rows():
+    """Each choice is a row, and each may be continued."""
+
+    async def program(base_url: str, api_key: str, prompt: Prompt) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            asked: list[Any] = [{"role": "user", "content": prompt.text}]
+            answer = await client.chat.completions.create(model="policy", messages=asked, n=3)
+            texts = [one.message.content for one in answer.choices]
+            assert len({*texts}) == 3
+            for text in texts:
+                more = [*asked, {"role": "assistant", "content": text}, {"role": "user", "content": "4"}]
+                await client.chat.completions.create(model="policy", messages=more)
+        return 1.0
+
+    (one, other) = run(AgentProgram(program), "12")
+    assert (one.failure, other.failure) == (None, None)
+    assert [len(row.turns) for row in one.sampled_rows] == [2, 2, 2]
+    assert one.edited_histories == 0
+
+
+def test_a_turn_that_was_changed_keeps_the_tokens_before_it(monkeypatch):
+    """A trimmed second turn begins a new row with the stored tokens of the first one, and is reported once."""
+
+    async def program(base_url: str, api_key: str, prompt: Prompt) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": prompt.text}]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+                messages.append({"role": "user", "content": "6"})
+            messages[3] = {**messages[3], "content": messages[3]["content"] + "1"}
+            await client.chat.completions.create(model="policy", messages=messages)
+        return 1.0
+
+    monkeypatch.setattr("rlhf_pipeline.user_code.runtime._RUNTIME", None)  # one that has reported nothing
+    (one, _) = run(AgentProgram(program), "12")
+    assert one.failure is None
+    first, second = (row.row for row in one.sampled_rows)
+    assert first is not None
+    assert second is not None
+    (_, reply, last) = first.turn_spans
+    shared = last[0]
+    assert second.ids[: reply[0]] == first.ids[: reply[0]]
+    assert second.ids[:shared] == first.ids[:shared]
+    assert not any(second.mask[: second.num_prompt])
+    assert one.edited_histories == 1
+    assert sum("in another form than it was returned" in notice for notice in process_runtime().take_notices()) == 1
+
+
+def test_what_is_no_program():
+    """One sentence each."""
+    for odd, error in (("python agent.py", "as a list of arguments"), ([], "as a list of arguments")):
+        with pytest.raises(DefinitionError, match=error):
+            AgentProgram(odd)
+    with pytest.raises(DefinitionError, match="'retry' or 'sample'"):
+        AgentProgram(turns, repeats="never")  # type: ignore[arg-type]
+
+
+def page_blocks() -> list[str]:
+    """The programs of docs/environments.md."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    return [code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "AgentProgram" in code]
+
+
+@pytest.mark.parametrize("code", page_blocks(), ids=["answer", "checked"])
+def test_the_programs_of_the_page(code):
+    """Each runs as printed, with a policy that knows its letters."""
+    space: dict[str, Any] = {}
+    exec(code, space)
+    letters = "".join(sorted({*"What is 2 + 3?No. Again?Is this right?U:A\n0123456789T+"}))
+    model = scratch_policy(letters, hidden_size=16, num_layers=1, num_heads=2, seed=0)
+    model.tokenizer.chat_template = CHAT_TEMPLATE
+    environment = space.get("environment") or space["sums"]().environment
+    runner = Conversations(
+        environment,
+        policy=model,
+        config=Collect(group_size=2, max_new_tokens=4, max_turns=3, max_row_tokens=200),
+        temperature=1.0,
+        seed=0,
+        as_chat=True,
+        template={},
+    )
+    found = runner.run([Prompt(text="What is 2 + 3?", answer="5")], [0])
+    assert [one.failure for one in found] == [None, None]
+    assert {one.num_turns for one in found} == {3}
+    assert {one.finish_reason for one in found} <= {"stop", "length"}
