@@ -189,7 +189,7 @@ RUNS = {
     "docs/beside.md": 0,
     "README.md": 1,
     "docs/coming_from.md": 3,
-    "docs/environments.md": 4,
+    "docs/environments.md": 7,
     "docs/evaluation.md": 2,
     "docs/exchange.md": 0,
     "docs/learner.md": 1,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.checked_rows import check_rows
 from rlhf_pipeline.collectors.grading import Grader
 from rlhf_pipeline.config_text import name_of
+from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.query import Answer, View, finite
@@ -55,7 +56,7 @@ def grade(view: View, bind: Callable[[Iterable[str]], BoundRewards]) -> Answer |
         check_rows(stored.store, ids)
         part = slice(at, at := at + len(ids))
         grades, errors = grade_again(grader, stored, ids)
-        again[part], old = grades, before[part]
+        again[part], old = np.where(stored_last_rows(stored.store, ids), grades, np.nan), before[part]
         wrong = np.flatnonzero(~np.isnan(old) & ~np.isclose(grades, old, rtol=TOLERANCE, atol=TOLERANCE))
         different += len(wrong)
         for place in wrong[: _EXAMPLES - len(examples)].tolist():
@@ -145,7 +146,8 @@ def _curve(view: View, again: Floats) -> dict[str, Any]:
     )
     if groups is None or not prompts or not group_size or not len(groups):
         return figures
-    numbers, place, counts = np.unique(groups // prompts, return_inverse=True, return_counts=True)
+    numbers, place = np.unique(groups // prompts, return_inverse=True)
+    counts = np.bincount(place, stored_last_rows(view.stored.store))
     graded = np.isfinite(again)
     with np.errstate(invalid="ignore"):
         means = np.bincount(place, np.where(graded, again, 0.0)) / np.bincount(place, graded)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.filters import meets, num_completion_tokens
 from rlhf_pipeline.buffer.text_search import search, text_bytes
 from rlhf_pipeline.config_text import flat_fields
+from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.causes import Causes, cause_of, messages
 from rlhf_pipeline.report.figures import figure_of
@@ -158,7 +159,7 @@ class View:
             "reward_last": ends[-1] if ends else None,
             "evaluation": self._newest_evaluation(pipeline),
             "stored": len(self.stored.store) if watermark else 0,
-            "failed": int(np.isnan(rewards).sum()),
+            "failed": int(self._lacks_reward(rewards).sum()),
             "watermark": watermark,
             "updated": rows[-1].get("time") if len(rows) else None,
             "processes": self.processes(),
@@ -486,7 +487,7 @@ class View:
         return {
             "group": group,
             "num": len(members),
-            "num_failed": int(np.isnan(rewards).sum()),
+            "num_failed": int(self._lacks_reward(rewards, members).sum()),
             "reward_mean": _mean(rewards[np.isfinite(rewards)].tolist()),
             # The write path's verdict: by the returns, and by the estimator's own rule.
             "spread": None if flat is None or self._is_waiting(members) else not bool(flat.all()),
@@ -510,9 +511,9 @@ class View:
         most, newest_groups = 64 * newest, dict[int, None]()
         while len(newest_groups) < newest and most < 2 * len(ids) + 64 * newest:  # groups may be of any size
             newest_groups, most = dict.fromkeys(names[-most:][::-1].tolist()), 2 * most
-        rewards = self._floats("task_reward")
+        rewards, last = self._floats("task_reward"), stored_last_rows(self.stored.store, ids)
         for name in list(newest_groups)[:newest]:
-            at = np.flatnonzero(names == name)
+            at = np.flatnonzero((names == name) & last)
             mine = rewards[at]
             (best,) = self.rows(ids[at[[int(np.argmax(np.where(np.isnan(mine), -np.inf, mine)))]]])
             groups.append(
@@ -661,13 +662,14 @@ class View:
         graded = rewards[np.isfinite(rewards)]
         versions, prompts = stored.scalars("policy_version", ids), stored.scalars("num_prompt_tokens", ids)
         tokens = num_completion_tokens(stored.store, ids)
-        sizes = np.unique(groups, return_counts=True)[1] if groups is not None else np.zeros(0, np.int64)
+        last = stored_last_rows(stored.store, ids)
+        sizes = np.unique(groups[last], return_counts=True)[1] if groups is not None else np.zeros(0, np.int64)
         shares = (0.0, 0.25, 0.5, 0.75, 1.0)
         return {
             "trajectories": len(ids),
             "groups": len(sizes),
             "group_sizes": {int(size): int((sizes == size).sum()) for size in np.unique(sizes)},
-            "no_reward": len(rewards) - len(graded),
+            "no_reward": int(self._lacks_reward(rewards, ids).sum()),
             "reward_mean": finite(graded.mean()) if len(graded) else None,
             "reward_std": finite(graded.std()) if len(graded) else None,
             "reward_quantiles": [float(value) for value in np.quantile(graded, shares)] if len(graded) else None,
@@ -739,7 +741,7 @@ class View:
             return {"list": name, "steps": steps, "looked": len(rows), "num_steps": len(self.metrics_rows())}
         ids = self.stored.ids()
         trusted = self.stored.scalars("reward_trusted")
-        bad = np.isnan(self._floats("task_reward")) if name == "failed" else np.zeros(len(ids), bool)
+        bad = self._lacks_reward(self._floats("task_reward")) if name == "failed" else np.zeros(len(ids), bool)
         if name == "untrusted" and trusted is not None:
             bad = ~trusted
         causes = self._causes[name]
@@ -797,6 +799,10 @@ class View:
     def _ids(self, snapshot: int | None) -> Ids:
         ids = self.stored.ids()
         return ids if snapshot is None else ids[: max(snapshot - (self.stored.store.watermark - len(ids)), 0)]
+
+    def _lacks_reward(self, rewards: npt.NDArray[np.float64], ids: Ids | None = None) -> npt.NDArray[np.bool_]:
+        """Return which rows have no reward; of an episode of several rows only the last one has it."""
+        return np.isnan(rewards) & stored_last_rows(self.stored.store, self.stored.ids() if ids is None else ids)
 
     def _floats(self, name: str, ids: Ids | None = None) -> npt.NDArray[np.float64]:
         values = self.stored.scalars(name, ids)

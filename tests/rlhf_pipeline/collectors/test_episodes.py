@@ -16,20 +16,28 @@ from rlhf_pipeline import (
     CausalLMPolicy,
     Collect,
     Collector,
+    GRPOLoss,
     KLRewardTransform,
+    Learn,
+    Learner,
     MCAdvantage,
     Prompt,
     RetrieveLogProb,
+    Sample,
     Step,
     TrajectoryReplayBuffer,
     TrajectoryStorage,
     Turn,
     scratch_policy,
 )
-from rlhf_pipeline.buffer.trajectory_schema import EPISODE, FAILURES, TURN_FIGURES, TURNS
+from rlhf_pipeline.buffer.trajectory_schema import EPISODE, FAILURES, TURN_FIGURES, TURN_REWARDS, TURNS
+from rlhf_pipeline.data.keys import ASSISTANT_MASK, LOG_PROBS, TOKENS
 from rlhf_pipeline.data.rewards import environment_reward
+from rlhf_pipeline.data.trajectories import Flat, Trajectories
+from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.policies.chat import encode_prompt
-from tests.rlhf_pipeline.small import talker
+from rlhf_pipeline.run.ledger import Ledger
+from tests.rlhf_pipeline.small import Clock, talker
 
 THINKING = (
     "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'tool': 'T'}[m.role] + ':' }}"
@@ -217,7 +225,7 @@ def of_group(returns: np.ndarray, estimator: str) -> np.ndarray:
 )
 def test_rows_get_the_advantage_of_their_episode(estimator, rule, kl, tmp_path):
     """Returns and advantages equal float64 references written from the rules, in one commit or one each episode."""
-    rows = collected(tmp_path / "store", Returns, transforms=write_path(rule, estimator, kl), columns=TURN_FIGURES)
+    rows = collected(tmp_path / "store", Returns, transforms=write_path(rule, estimator, kl), columns=[TURN_REWARDS])
     last = rows["episode_row"] == rows["episode_size"] - 1
     returns = expected_returns(rows, rule, kl)
     np.testing.assert_allclose(rows["return"][last], returns, rtol=0, atol=2e-6)
@@ -229,10 +237,153 @@ def test_rows_get_the_advantage_of_their_episode(estimator, rule, kl, tmp_path):
     class Alone(Returns):
         has_effects = True
 
-    each = collected(tmp_path / "each", Alone, transforms=write_path(rule, estimator, kl), columns=TURN_FIGURES)
+    each = collected(tmp_path / "each", Alone, transforms=write_path(rule, estimator, kl), columns=[TURN_REWARDS])
     order = np.lexsort((each["episode_row"], each["episode_id"]))
     for name in ("input_ids", "trajectory_id", "task_reward", "turn_rewards"):
         for number, row in enumerate(order.tolist()):
             np.testing.assert_array_equal(each[name][row], rows[name][number], name)
     for name in ("return", "advantage"):
         np.testing.assert_allclose(each[name][order], rows[name], rtol=0, atol=1e-6)
+
+
+def stored(path: Path, **collect: Any) -> TrajectoryReplayBuffer:
+    """A buffer with the rows of one rollout."""
+    collected(path, Returns, transforms=write_path("sum", "grpo", False), columns=[TURN_REWARDS], **collect)
+    return TrajectoryReplayBuffer(storage=TrajectoryStorage(path))
+
+
+@pytest.mark.parametrize("weight", ["one", "rows"])
+def test_a_step_takes_whole_episodes(weight, tmp_path):
+    """A batch of three has the rows of three episodes, and in the loss each counts as one, or as each of its rows."""
+    buffer, policy = stored(tmp_path / "store"), thinker()
+    learner = Learner(
+        policy=policy,
+        loss=GRPOLoss(policy, aggregation="sequence_mean"),
+        buffer=buffer,
+        config=Learn(episode_weight=weight),
+        max_staleness=3,
+        max_completion_tokens=8,
+        ledger=Ledger(tmp_path / "ledger.jsonl"),
+        seed=0,
+        sample=Sample(strategy="uniform", batch_size=3, max_uses=1),
+    )
+    store, used = buffer.store, set[int]()
+    episodes = store.read_scalars("episode_id")
+    for step in (1, 2, 3):
+        row_ids = learner.chosen_rows(step).row_ids
+        chosen = np.unique(episodes[row_ids])
+        assert len(chosen) == (3, 3, 2)[step - 1]
+        assert row_ids.tolist() == np.flatnonzero(np.isin(episodes, chosen)).tolist()
+        assert not used & {*chosen.tolist()}
+        used |= {*chosen.tolist()}
+        plan = learner._plan(row_ids)
+        lengths, of = plan.scored.double().numpy(), episodes[row_ids]
+        tokens = {episode: lengths[of == episode].sum() for episode in chosen}
+        wanted = 1 / (len(lengths) * lengths)
+        if weight == "one":
+            wanted = np.array([1 / (len(chosen) * tokens[episode]) for episode in of])
+        np.testing.assert_allclose(plan.weights.numpy(), wanted, rtol=1e-6)
+        figures = learner.step(step)
+        assert figures["num_trajectories"] == len(row_ids)
+        assert learner.ledger.planned(step)["row_ids"] == row_ids.tolist()
+    buffer.trajectories.close()
+
+
+def test_turns_are_compared_across_rows(tmp_path):
+    """With `turn_grpo`, turn k of an episode is compared with turn k of the others, whichever rows have them."""
+    rows = collected(
+        tmp_path / "store", Returns, transforms=write_path("sum", "turn_grpo", False), columns=TURN_FIGURES
+    )
+    last = rows["episode_row"] == rows["episode_size"] - 1
+    episode = (np.cumsum(last) - last).tolist()
+    turns, found = [[list[float]() for _ in range(8)] for _ in range(2)]
+    for row, number in enumerate(episode):
+        turns[number] += rows["turn_rewards"][row].astype(np.float64).tolist()
+        found[number] += rows["turn_advantages"][row].tolist()
+        own = rows["turn_advantages"][row]
+        assert rows["advantage"][row] == own[np.abs(own).argmax()]
+    for members in (slice(0, 4), slice(4, 8)):
+        group = np.array(turns[members])
+        each = (group - group.mean(0)) / np.maximum(group.std(0, ddof=1), 1e-6)
+        np.testing.assert_allclose(found[members], each[:, ::-1].cumsum(1)[:, ::-1], rtol=0, atol=1e-4)
+
+
+def test_a_group_closes_early_by_its_episodes(tmp_path):
+    """Three of four episodes close a group after the timeout; their rows are not counted one by one."""
+    clock = Clock()
+    transform = MCAdvantage(4, min_group_size=3, group_timeout_s=60.0, clock=clock)
+    rows = collected(tmp_path / "rows", Returns, columns=[TURN_REWARDS])
+    buffer = TrajectoryReplayBuffer(
+        storage=TrajectoryStorage(tmp_path / "store", extra=[*EPISODE]), transform=transform
+    )
+    first = [np.flatnonzero(rows["episode_id"] == episode) for episode in range(3)]
+
+    def extend(some: np.ndarray) -> None:
+        batch = Trajectories(len(some))
+        for name in ("group_id", "trajectory_id", "episode_id", "episode_row", "episode_size", "task_reward"):
+            batch[name] = Flat(torch.from_numpy(rows[name][some]))
+        lengths = torch.tensor([len(rows["input_ids"][row]) for row in some])
+        for key, name in ((TOKENS, "input_ids"), (ASSISTANT_MASK, "assistant_mask"), (LOG_PROBS, "log_probs")):
+            batch[key] = Flat(torch.from_numpy(np.concatenate([rows[name][row] for row in some])), lengths)
+        buffer.extend(batch)
+
+    for episode in first[:2]:
+        extend(episode)
+    clock.now += 61
+    buffer.close_overdue()
+    assert np.isnan(buffer.store.read_scalars("advantage")).all()  # two episodes, of at least four rows
+    assert len(buffer.waiting()) == 2
+    extend(first[2])
+    buffer.close_overdue()
+    returns = rows["task_reward"][[episode[-1] for episode in first]].astype(np.float64)
+    wanted = np.repeat((returns - returns.mean()) / returns.std(ddof=1), [len(episode) for episode in first])
+    np.testing.assert_allclose(buffer.store.read_scalars("advantage"), wanted, rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match="are not whole episodes"):
+        extend(np.flatnonzero(rows["episode_id"] == 4)[:-1])
+    buffer.trajectories.close()
+
+
+class Delegates(Four):
+    """Lets a sub-agent take the second and third turn, on messages of its own, and then goes on with its row."""
+
+    def step(self, turn: Turn) -> Step:
+        if turn.number == 1:
+            return Step(history=[{"role": "user", "content": "9:"}])
+        if turn.number == 2:
+            return Step("7:")
+        return Step("8:", row=0) if turn.number == 3 else Step(done=True, rewards={"odd": 1.0})
+
+
+class Compacts(Four):
+    """Shows a summary in place of the history before the third turn."""
+
+    def step(self, turn: Turn) -> Step:
+        if turn.number == 2:
+            return Step(history=[{"role": "user", "content": "5+5:"}])
+        return super().step(turn)
+
+
+@pytest.mark.parametrize(
+    ("environment", "turns", "last"), [(Delegates, [2, 2], "A:"), (Compacts, [2, 2], "U:5+5:\nA:")]
+)
+def test_an_environment_begins_rows(environment, turns, last, tmp_path):
+    """A sub-agent and a compacted history are rows of the episode; the row that ends it has the outcome."""
+    policy = talker()
+    rows = collected(tmp_path / "store", environment, policy, history="sampled")
+    assert rows["episode_size"].tolist() == [2] * 16
+    for row in range(0, 16, 2):
+        metas = [json.loads(rows["meta"][number]) for number in (row, row + 1)]
+        assert [len(meta["turn_rewards"]) for meta in metas] == turns
+        assert "graded" not in metas[0]
+        assert np.isfinite(rows["task_reward"][[row, row + 1]]).tolist() == [False, True]
+        prompts = [
+            policy.tokenizer.decode(rows["input_ids"][number][: rows["num_prompt_tokens"][number]])
+            for number in (row, row + 1)
+        ]
+        question = f"U:{rows['group_id'][row]}+2:\nA:"
+        assert prompts == (["U:9:\nA:", question] if environment is Delegates else [question, last])
+        for number in (row, row + 1):
+            mask = torch.from_numpy(rows["assistant_mask"][number].copy())[None]
+            ids = torch.from_numpy(rows["input_ids"][number].astype(np.int64))[None]
+            scored = policy.log_probs(ids, torch.ones_like(mask), mask).detach()[0]
+            np.testing.assert_allclose(rows["log_probs"][number][mask[0]], scored[mask[0]], rtol=0, atol=1e-5)
