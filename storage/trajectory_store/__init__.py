@@ -126,9 +126,9 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'trajectory_store' has no attribute {name!r}")
     import importlib
 
-    found = getattr(importlib.import_module(f"trajectory_store.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    public_object = getattr(importlib.import_module(f"trajectory_store.{_HOME[name]}"), name)
+    globals()[name] = public_object
+    return public_object
 
 
 def __dir__() -> list[str]:

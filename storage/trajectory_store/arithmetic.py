@@ -194,12 +194,12 @@ def is_in(numbers: Numbers, values: Sequence[Any]) -> npt.NDArray[np.bool_]:
         info = np.iinfo(numbers.dtype)
         fitting = [int(value) for value in values if isinstance(value, int) and info.min <= value <= info.max]
         values = [value for value in values if not isinstance(value, int)]
-        found = np.isin(numbers, np.array(fitting, numbers.dtype))
+        mask = np.isin(numbers, np.array(fitting, numbers.dtype))
     else:
-        found = np.zeros(np.shape(numbers), np.bool_)
+        mask = np.zeros(np.shape(numbers), np.bool_)
     for value in values:
-        found = found | compare(operator.eq, numbers, value)
-    return found
+        mask = mask | compare(operator.eq, numbers, value)
+    return mask
 
 
 # Figures of the elements of each row

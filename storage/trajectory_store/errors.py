@@ -128,7 +128,7 @@ def is_refused(error: BaseException) -> bool:
     return isinstance(error, WriteFailedError) and not (isinstance(error, UnsyncedError) or is_unknown(error))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return a sentence that names the nearest known name, or lists them all.
 
     >>> did_you_mean("input_idz", ["input_ids", "reward"])
@@ -138,6 +138,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     import difflib
 
-    names = sorted(known)
+    names = sorted(candidates)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

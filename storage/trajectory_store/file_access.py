@@ -45,18 +45,18 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str:
         lines = mounts.read_text().splitlines()
     except OSError:
         return ""
-    wanted = os.path.realpath(path)
-    best, found = -1, ""
+    real_path = os.path.realpath(path)
+    best, mount_type = -1, ""
     for line in lines:
         left, _, right = line.partition(" - ")
         fields = left.split()
         if len(fields) < 5 or not right:
             continue
         mount = fields[4].encode().decode("unicode_escape")
-        inside = wanted == mount or wanted.startswith(mount.rstrip("/") + "/")
+        inside = real_path == mount or real_path.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= best:
-            best, found = len(mount), right.split()[0]
-    return found
+            best, mount_type = len(mount), right.split()[0]
+    return mount_type
 
 
 def choose(path: Path, mounts: Path = MOUNTS) -> Io:
@@ -125,11 +125,11 @@ def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
     return data
 
 
-def check_size(path: Path, found: int, size: int) -> None:
+def check_size(path: Path, actual: int, size: int) -> None:
     """Refuse a file that is shorter than its metadata says."""
-    if found < size:
+    if actual < size:
         raise CorruptionError(
-            f"{path} has {found} bytes, but its metadata says {size}: it was cut short by a copy or a "
+            f"{path} has {actual} bytes, but its metadata says {size}: it was cut short by a copy or a "
             "repair. Restore it from a backup, or run verify to list what is lost."
         )
 
@@ -183,7 +183,7 @@ def open_file(path: Path, size: int, io: Io, *, used: int | None = None) -> memo
     fd = fs.open_fd(path, os.O_RDONLY)
     try:
         check_size(path, os.fstat(fd).st_size, size)
-        found = _map(fd, size)
+        mapped = _map(fd, size)
     finally:
         os.close(fd)
-    return PreadBytes(path, size) if found is None else found
+    return PreadBytes(path, size) if mapped is None else mapped

@@ -28,7 +28,7 @@ class Lock(Protocol):
 
 
 _locks: weakref.WeakKeyDictionary[object, tuple[int, tuple[Lock, ...]]] = weakref.WeakKeyDictionary()
-_held: list[Lock] = []
+_locks_before_fork: list[Lock] = []
 
 
 def guard(owner: object, rank: int, *locks: Lock) -> None:
@@ -52,25 +52,25 @@ def _before() -> None:
     """Take all locks in the order in which calls take them; if that does not get on, give all back and try again."""
     until, patience = time.monotonic() + PATIENCE_S, 0.05
     while time.monotonic() < until:
-        wanted = _wanted()
-        for lock in wanted:
+        locks = _all_locks()
+        for lock in locks:
             if not lock.acquire(timeout=patience):
                 break
-            _held.append(lock)
+            _locks_before_fork.append(lock)
         else:
-            if _wanted() == wanted:  # no new one, which another thread may hold
+            if _all_locks() == locks:  # no new one, which another thread may hold
                 return
         _release()
         patience *= 1.5
 
 
-def _wanted() -> list[Lock]:
-    return [lock for _, locks in sorted(_locks.values(), key=lambda found: found[0]) for lock in locks]
+def _all_locks() -> list[Lock]:
+    return [lock for _, locks in sorted(_locks.values(), key=lambda guarded: guarded[0]) for lock in locks]
 
 
 def _release() -> None:
-    while _held:
-        _held.pop().release()
+    while _locks_before_fork:
+        _locks_before_fork.pop().release()
 
 
 os.register_at_fork(before=_before, after_in_parent=_release, after_in_child=_release)

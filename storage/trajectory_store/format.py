@@ -75,11 +75,11 @@ def time_after(newest_ns: int) -> int:
     return now
 
 
-def per_name(found: Any, most: Mapping[str, int]) -> dict[str, int]:
+def per_name(numbers: Any, most: Mapping[str, int]) -> dict[str, int]:
     """Check integers by name: exactly these names, each from 0 to its limit; raise as `whole` does."""
-    if set(found) != set(most):
-        raise ValueError(f"{list(found)} are not {list(most)}")
-    return {name: checked_int(found[name], limit) for name, limit in most.items()}
+    if set(numbers) != set(most):
+        raise ValueError(f"{list(numbers)} are not {list(most)}")
+    return {name: checked_int(numbers[name], limit) for name, limit in most.items()}
 
 
 # Metadata
@@ -173,10 +173,10 @@ class SegmentMeta:
 
     def to_attributes(self) -> dict[str, Any]:
         """The attributes of the segment's group."""
-        known = {f.name: getattr(self, f.name) for f in fields(self)}
-        known |= {"elems_cap": dict(self.elems_cap), "schema": self.schema.to_json()}
-        known |= {"sources": [list(source) for source in self.sources]}
-        return {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "segment", **known}
+        attributes = {f.name: getattr(self, f.name) for f in fields(self)}
+        attributes |= {"elems_cap": dict(self.elems_cap), "schema": self.schema.to_json()}
+        attributes |= {"sources": [list(source) for source in self.sources]}
+        return {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "segment", **attributes}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any], where: str) -> SegmentMeta:
@@ -224,11 +224,11 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
         attributes: Any = doc["attributes"]
         name: Any = attributes["format"]
         version: Any = attributes["version"]
-        found: Any = attributes["role"]
+        stored_role: Any = attributes["role"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        name = version = found = None
+        name = version = stored_role = None
         attributes = {}
-    if name != FORMAT_NAME or found != role:
+    if name != FORMAT_NAME or stored_role != role:
         raise NotAStoreError(
             f"{where} is not the metadata of a trajectory {role}. Give the folder that TrajectoryStore.create made."
         )
@@ -251,7 +251,7 @@ def read_whole(copies: Iterable[bytes | None], where: str | Path, role: str, sal
         StoreError: no copy matches its checksum; the error is that of the first.
     """
     first: StoreError | None = None
-    other: dict[str, Any] | None = None
+    other_copy: dict[str, Any] | None = None
     for raw in copies:
         try:
             if raw is None:
@@ -261,11 +261,11 @@ def read_whole(copies: Iterable[bytes | None], where: str | Path, role: str, sal
                 raise CorruptionError(f"{where} is damaged: its attributes do not match their checksum.")
             if salt is None or attributes.get("salt") == salt:
                 return attributes
-            other = other or attributes
+            other_copy = other_copy or attributes
         except StoreError as error:
             first = first or error
-    if other is not None:
-        return other
+    if other_copy is not None:
+        return other_copy
     raise first or CorruptionError(f"{where} is missing.")
 
 
@@ -420,25 +420,25 @@ class Log:
             return None
         return parse(self.raw(seq), self.salt, seq)
 
-    def find_end(self, known: int = 0) -> tuple[int, Record | None]:
+    def find_end(self, start: int = 0) -> tuple[int, Record | None]:
         """Return the number of records up to the first that is not valid, and the last of them, or None if none is new.
 
-        A reader that follows closely finds none or one, which takes one read. Else this gallops from `known` (records
-        known to be valid) and bisects, so it reads O(log new) records.
+        A reader that follows closely finds none or one, which takes one read. Else this gallops from `start` (records
+        that are valid) and bisects, so it reads O(log new) records.
         """
-        ahead = bytes(self._data[known * RECORD_SIZE : (known + 2) * RECORD_SIZE])
+        ahead = bytes(self._data[start * RECORD_SIZE : (start + 2) * RECORD_SIZE])
         if _NOTHING.startswith(ahead):
-            return known, None
+            return start, None
         if _NOTHING.startswith(ahead[RECORD_SIZE:]):
-            first = parse(ahead[:RECORD_SIZE], self.salt, known)
-            return known + (first is not None), first
-        end = self._valid_prefix(known)
-        return end, self.get(end - 1) if end > known else None
+            first = parse(ahead[:RECORD_SIZE], self.salt, start)
+            return start + (first is not None), first
+        end = self._valid_prefix(start)
+        return end, self.get(end - 1) if end > start else None
 
-    def _valid_prefix(self, known: int) -> int:
-        if self.get(known) is None:
-            return known
-        low, step = known + 1, 1
+    def _valid_prefix(self, first: int) -> int:
+        if self.get(first) is None:
+            return first
+        low, step = first + 1, 1
         while self.get(low + step - 1) is not None:
             low += step
             step *= 2

@@ -89,8 +89,8 @@ def is_external(error: BaseException | None) -> bool:
 
     The operating system numbers its errors. What came from outside says nothing about a file, and is never swallowed.
     """
-    known = (StoreError, FileNotFoundError)  # the second is raised without a number for an object that is missing
-    return isinstance(error, OSError) and error.errno is None and not isinstance(error, known)
+    own_errors = (StoreError, FileNotFoundError)  # the second is raised without a number for an object that is missing
+    return isinstance(error, OSError) and error.errno is None and not isinstance(error, own_errors)
 
 
 def is_of_system(error: BaseException) -> bool:
@@ -279,7 +279,7 @@ def short_lock(fd: int, path: Path, patience_s: float = 10.0) -> Generator[None]
         WriteFailedError: a process holds it all the time; it may have been stopped just then.
     """
     until = time.monotonic() + patience_s
-    while (taken := try_lock(fd)) is False:
+    while (is_locked_here := try_lock(fd)) is False:
         if time.monotonic() > until:
             why = f"another process has held its lock for {patience_s:.0f} s; end that process, and try again"
             raise WriteFailedError(errno.EAGAIN, why, path)
@@ -287,7 +287,7 @@ def short_lock(fd: int, path: Path, patience_s: float = 10.0) -> Generator[None]
     try:
         yield
     finally:
-        if taken:
+        if is_locked_here:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 

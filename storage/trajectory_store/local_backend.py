@@ -169,9 +169,9 @@ class Memmap(Medium):
                 fs.remove_file(path)
             elif old and fs.is_locked(commits_path(path)) is False:
                 fs.remove_tree(path)
-        for one in self.survey(state):
-            path = self.folder / one.entry.name
-            if is_superfluous(state, one, whole) and fs.is_locked(commits_path(path)) is False:
+        for unnamed in self.survey(state):
+            path = self.folder / unnamed.entry.name
+            if is_superfluous(state, unnamed, whole) and fs.is_locked(commits_path(path)) is False:
                 fs.remove_tree(path)
 
     def survey(self, state: State) -> list[Unnamed]:
@@ -185,7 +185,7 @@ class Memmap(Medium):
             try:
                 meta = read_meta(path)
                 if meta.store == state.store and path.name == segment_name(ordinal, merged=meta.merged):
-                    out.append(_found(path, ordinal, meta))
+                    out.append(_unnamed(path, ordinal, meta))
             except (OSError, StoreError) as error:
                 fs.pass_external(error)
                 continue
@@ -193,24 +193,24 @@ class Memmap(Medium):
 
     def close_dead(self, segment: Segment) -> bool:
         """End a segment whose writer died, once its commits are checked and synced."""
-        found = assert_local(segment)
-        if found.closed or not found.rows:
+        local = assert_local(segment)
+        if local.closed or not local.rows:
             return False
         try:
-            fd = fs.open_fd(commits_path(found.folder), os.O_RDWR)
+            fd = fs.open_fd(commits_path(local.folder), os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
             if fs.try_lock(fd) is not True:
                 return False
-            last = found.last_record()
-            if not found.check_all() or last is None or last.kind != KIND_ROWS:
+            last = local.last_record()
+            if not local.check_all() or last is None or last.kind != KIND_ROWS:
                 return False
-            self.bucket.sync(found.name)
+            self.bucket.sync(local.name)
             end = last._replace(
-                seq=found.records, time_ns=last.time_ns + 1, n_rows=0, kind=KIND_CLOSED, data_crc=0, checks_end=0
+                seq=local.records, time_ns=last.time_ns + 1, n_rows=0, kind=KIND_CLOSED, data_crc=0, checks_end=0
             )
-            fs.pwrite(fd, pack(end, found.meta.salt), found.records * RECORD_SIZE)
+            fs.pwrite(fd, pack(end, local.meta.salt), local.records * RECORD_SIZE)
             fs.datasync(fd)
         finally:
             os.close(fd)
@@ -222,16 +222,16 @@ class Memmap(Medium):
         A writer looks, after each record that it wrote, whether its segment is being ended. So either it sees that, and
         waits to be told what counts, or its record was there before the log is read here.
         """
-        found = assert_local(segment)
-        if found.finished:
+        local = assert_local(segment)
+        if local.finished:
             return
-        with fs.explained(found.folder, "ending a segment"):
-            fd = fs.open_fd(mark_path(found.folder), os.O_RDWR)
+        with fs.explained(local.folder, "ending a segment"):
+            fd = fs.open_fd(mark_path(local.folder), os.O_RDWR)
             try:
-                with fs.short_lock(fd, mark_path(found.folder)):
+                with fs.short_lock(fd, mark_path(local.folder)):
                     if parse_mark(os.pread(fd, MARK_SIZE, 0), FENCE_AT) is None:
                         fs.pwrite(fd, b"\1", ENDING_AT)
-                        records = found.log.find_end(found.records)[0]
+                        records = local.log.find_end(local.records)[0]
                         fs.pwrite(fd, pack_mark(records), FENCE_AT)
                         fs.datasync(fd)
             finally:
@@ -242,7 +242,7 @@ class Memmap(Medium):
         check_segment(assert_local(segment), report)
 
 
-def _found(path: Path, ordinal: int, meta: SegmentMeta) -> Unnamed:
+def _unnamed(path: Path, ordinal: int, meta: SegmentMeta) -> Unnamed:
     """Describe a segment that the catalog does not name. A log that cannot be read may hold anything."""
     entry = Entry(ordinal, meta.kind, meta.salt, meta.merged, meta.rows_cap if meta.merged else None)
     whole, commits, catalog = False, True, 0
@@ -424,7 +424,7 @@ class LocalWriter(SegmentWriter):
                 self._failed, self._synced = False, done
             except BaseException as error:
                 # No file may be closed while it is being synced. An exception from outside says nothing about the disk.
-                errors = [other.exception() for other in others]
+                errors = [future.exception() for future in others]
                 self._failed = fs.is_of_system(error) or any(error is not None for error in errors)
                 raise
             self._acknowledge(done)
@@ -445,8 +445,8 @@ class LocalWriter(SegmentWriter):
         for fd in fds[1:]:
             others.append(self._pool.submit(fs.datasync, fd))  # noqa: PERF401 - each is known once it was submitted
         fs.datasync(fds[0])
-        for other in others:
-            other.result()
+        for future in others:
+            future.result()
 
     def finish(self) -> None:
         """Sync the segment, write the end record, and close; without the sync, the end says nothing of what is safe."""

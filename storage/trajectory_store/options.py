@@ -37,10 +37,10 @@ def size_of(name: str, value: int | str | None, least: int = 1) -> int | None:
     """
     if not isinstance(value, str):
         return count_of(name, value, 1 << 62, least)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if found is None or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].upper() not in _UNITS:
         raise SchemaError(f"{name}={value!r} is not a size. Give bytes, or text such as '20GB' or '512MiB'.")
-    return count_of(name, int(float(found[1]) * _UNITS[found[2].upper()]), 1 << 62, least)
+    return count_of(name, int(float(match[1]) * _UNITS[match[2].upper()]), 1 << 62, least)
 
 
 def count_of(name: str, value: object, most: int, least: int = 1) -> int | None:
@@ -62,13 +62,13 @@ def check_durability(durability: str) -> None:
         raise SchemaError(f"durability {durability!r} is not known. Use one of {', '.join(DURABILITIES)}.")
 
 
-def backend_of(path: Any, asked: Backend | None) -> Backend:
+def backend_of(path: Any, backend: Backend | None) -> Backend:
     """Return the backend for a path: raw segments need a folder."""
-    if asked not in ("memmap", "zarr", None):
-        raise SchemaError(f"backend {asked!r} is not known. Use 'memmap' or 'zarr'.")
+    if backend not in ("memmap", "zarr", None):
+        raise SchemaError(f"backend {backend!r} is not known. Use 'memmap' or 'zarr'.")
     if is_folder(path):
-        return asked or "memmap"
-    if asked == "memmap":
+        return backend or "memmap"
+    if backend == "memmap":
         raise SchemaError(f"backend='memmap' needs a local folder; {path!r} is not one. Use backend='zarr'.")
     return "zarr"
 

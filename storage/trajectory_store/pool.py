@@ -91,9 +91,9 @@ class BufferPool:
 
     def _drop_idle(self) -> None:
         for power, buffers in enumerate(self._buffers):
-            kept = [buffer for buffer in buffers if not _is_idle(buffer)]
-            self._bytes -= (len(buffers) - len(kept)) << power
-            self._buffers[power] = kept
+            busy = [buffer for buffer in buffers if not _is_idle(buffer)]
+            self._bytes -= (len(buffers) - len(busy)) << power
+            self._buffers[power] = busy
 
 
 def _is_idle(buffer: BytesIO) -> bool:

@@ -116,9 +116,9 @@ class RaggedArray:
         """
         if values.shape[:1] != self.values.shape[:1]:
             raise BatchError(f"the lengths add up to {len(self.values)}, but the values are {list(values.shape)}.")
-        other = RaggedArray.__new__(RaggedArray)
-        other.values, other.lengths, other._offsets = values, self.lengths, self._offsets
-        return other
+        neighbour = RaggedArray.__new__(RaggedArray)
+        neighbour.values, neighbour.lengths, neighbour._offsets = values, self.lengths, self._offsets
+        return neighbour
 
     @property
     def offsets(self) -> Int64Array:

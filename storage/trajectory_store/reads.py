@@ -204,16 +204,16 @@ class StoreReads:
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """`[B]` bool: which of some ids `ids()` has; it costs what those ids cost, however many rows there are."""
         self._check_open()
-        wanted = as_ids(ids)
-        found = self._catalog.find(wanted).ordinals >= 0
+        row_ids = as_ids(ids)
+        mask = self._catalog.find(row_ids).ordinals >= 0
         if self._then is not None:
-            found &= np.isin(wanted, self._then.select(wanted))
+            mask &= np.isin(row_ids, self._then.select(row_ids))
         limit = self._root.max_trajectories
         if limit is not None:  # rows leave by whole segments: the oldest that are there may count no more
             every = self._catalog.ids()
             passed = np.sort(every[: max(0, len(every) - limit)])
-            found &= passed.searchsorted(wanted) == passed.searchsorted(wanted, "right")
-        return found
+            mask &= passed.searchsorted(row_ids) == passed.searchsorted(row_ids, "right")
+        return mask
 
     @following
     def where(
@@ -237,11 +237,13 @@ class StoreReads:
         """
         reader = self._reader(ids, (), checked=checked)  # one for all columns, so that new rows are in none of them
         schema, further = self.schema, names or {}
-        wanted = [further.get(name, name) for name in names_in(condition)]
-        sized = [schema[name] for name in wanted if isinstance(name, str) and name in schema and schema[name].axis]
+        named_columns = [further.get(name, name) for name in names_in(condition)]
+        sized = [
+            schema[name] for name in named_columns if isinstance(name, str) and name in schema and schema[name].axis
+        ]
         size = sum(int(reader.spans(c).lengths.sum()) * c.width * c.np_dtype.itemsize for c in sized)
         blocks = -(-size // _WHERE_BYTES) if size > _WHERE_BYTES else 1
-        found = [
+        matching_ids = [
             self._meeting(condition, part, further)
             for part in (
                 [reader]
@@ -252,58 +254,60 @@ class StoreReads:
                 )
             )
         ]
-        return np.concatenate(found)
+        return np.concatenate(matching_ids)
 
     def _meeting(self, condition: str, reader: ColumnReader, names: Names) -> Int64Array:
         """Return the ids of a reader's rows that meet a condition."""
 
         def column(name: str) -> Column:
-            found = names.get(name, name)
-            known = self.schema.find(found) if isinstance(found, str) else None
-            if known is None:
+            stored_name = names.get(name, name)
+            schema_column = self.schema.find(stored_name) if isinstance(stored_name, str) else None
+            if schema_column is None:
                 raise UnknownColumnError(
                     f"the condition {condition!r}: {self.path} has no column '{name}'."
                     + did_you_mean(name, [*self.schema.names, *names])
                 )
-            return known
+            return schema_column
 
         def read(name: str) -> npt.NDArray[Any] | Texts:
-            made = names.get(name)
-            if callable(made):
-                return made(self, reader.ids)
-            found = column(name)
-            if found.axis is not None and not found.is_text:
+            compute = names.get(name)
+            if callable(compute):
+                return compute(self, reader.ids)
+            read_column = column(name)
+            if read_column.axis is not None and not read_column.is_text:
                 raise SchemaError(
                     f"the condition {condition!r}: '{name}' has a row of values per trajectory; compare its len, sum, "
                     f"min, max or mean, such as max({name}) > 0."
                 )
-            reader.fetch([found])
-            if not found.is_text:
-                return reader.scalars(found)
-            return Texts(reader.ragged(found), str if found.dtype == "str" else bytes)
+            reader.fetch([read_column])
+            if not read_column.is_text:
+                return reader.scalars(read_column)
+            return Texts(reader.ragged(read_column), str if read_column.dtype == "str" else bytes)
 
         def lengths(name: str) -> Int64Array:
-            found = column(name)
-            texts = read(name) if found.is_text else None
+            read_column = column(name)
+            texts = read(name) if read_column.is_text else None
             return (
-                texts.lengths() if isinstance(texts, Texts) else reader.spans(self._ragged_column(found.name)).lengths
+                texts.lengths()
+                if isinstance(texts, Texts)
+                else reader.spans(self._ragged_column(read_column.name)).lengths
             )
 
         def ragged(name: str) -> RaggedArray:
-            found = self._ragged_column(column(name).name)
-            if found.is_text:
+            read_column = self._ragged_column(column(name).name)
+            if read_column.is_text:
                 raise SchemaError(
                     f"the condition {condition!r}: '{name}' is text, which has a len and no other figure."
                 )
-            reader.fetch([found])
-            return reader.ragged(found)
+            reader.fetch([read_column])
+            return reader.ragged(read_column)
 
         def missing(name: str) -> npt.NDArray[np.bool_]:
             if callable(names.get(name)):
                 return np.zeros(len(reader.ids), bool)
-            found = column(name)
-            absent = ~reader.present(found)
-            if found.axis is not None and not found.is_text:
+            read_column = column(name)
+            absent = ~reader.present(read_column)
+            if read_column.axis is not None and not read_column.is_text:
                 return absent
             values = read(name)
             if isinstance(values, Texts):
@@ -456,10 +460,10 @@ class StoreReads:
 
         All reads of all trajectories leave out those that are damaged, see `damaged`; `checked` is as in `read`.
         """
-        found = self._ragged_column(column)
-        if found.is_text:
+        ragged_column = self._ragged_column(column)
+        if ragged_column.is_text:
             raise SchemaError(f"column '{column}' is text; use read().")
-        return self._reader(ids, [found], checked=checked).ragged(found)
+        return self._reader(ids, [ragged_column], checked=checked).ragged(ragged_column)
 
     @following
     def read_padded(
@@ -513,8 +517,8 @@ class StoreReads:
             spans = reader.spans(column)
             width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
             pad = cast("Mapping[str, Any]", pad_value).get(name, 0) if by_name else pad_value
-            given = None if out is None else out.get(name)
-            result[name] = reader.padded(column, spans, width, pad, side, self._pool, given)
+            target = None if out is None else out.get(name)
+            result[name] = reader.padded(column, spans, width, pad, side, self._pool, target)
             first_axis = first_axis or axis
             lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
         return result | lengths
@@ -528,23 +532,27 @@ class StoreReads:
             ids: `[B]` ids; None for all trajectories in the order of arrival.
             checked: as in `read`.
         """
-        found = self.schema[column]
-        if found.axis is not None and not found.is_text:
+        scalar_column = self.schema[column]
+        if scalar_column.axis is not None and not scalar_column.is_text:
             raise SchemaError(f"column '{column}' is ragged; use read_ragged or read_padded.")
-        reader = self._reader(ids, [found], checked=checked)
-        return np.array(reader.text(found), dtype=object) if found.is_text else reader.scalars(found)
+        reader = self._reader(ids, [scalar_column], checked=checked)
+        return (
+            np.array(reader.text(scalar_column), dtype=object)
+            if scalar_column.is_text
+            else reader.scalars(scalar_column)
+        )
 
     @following
     def lengths(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> Int64Array:
         """Return the length of each row of a ragged column (UTF-8 bytes for text): `[B]` int64."""
-        found = self._ragged_column(column)
-        return self._reader(ids, [found], checked=checked).spans(found).lengths
+        ragged_column = self._ragged_column(column)
+        return self._reader(ids, [ragged_column], checked=checked).spans(ragged_column).lengths
 
     @following
     def present(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or an update, and not filled in: `[B]` bool."""
-        found = self.schema[column]
-        return self._reader(ids, [found], checked=checked).present(found)
+        store_column = self.schema[column]
+        return self._reader(ids, [store_column], checked=checked).present(store_column)
 
     # Helpers
 

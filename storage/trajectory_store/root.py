@@ -67,9 +67,9 @@ class Root:
         """Parse a store's zarr.json, or else the copy of it."""
         attributes = read_whole(copies, where, "store")
         try:
-            known: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
-            known["schema"] = Schema.from_json(known["schema"])
-            return cls(**known)
+            attributes_by_name: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
+            attributes_by_name["schema"] = Schema.from_json(attributes_by_name["schema"])
+            return cls(**attributes_by_name)
         except (KeyError, RecursionError) as error:
             raise CorruptionError(f"{where}: the attribute {error} is missing.") from None
 

@@ -114,8 +114,8 @@ class Column:
                 )
             return
         try:
-            kept = np.asarray(self.fill).astype(self.dtype)
-            same = bool(kept == self.fill) or (self.dtype.startswith("float") and self.fill != "")
+            converted = np.asarray(self.fill).astype(self.dtype)
+            same = bool(converted == self.fill) or (self.dtype.startswith("float") and self.fill != "")
         except (ValueError, TypeError, OverflowError):
             same = False
         if not same or isinstance(self.fill, str):
@@ -275,8 +275,8 @@ class Schema:
             return self.columns
         if isinstance(names, str):
             return (self[names],)
-        known = self._by_name
-        return tuple([known[name] if name in known else self[name] for name in names])
+        by_name = self._by_name
+        return tuple([by_name[name] if name in by_name else self[name] for name in names])
 
     def only(self, names: Collection[str]) -> Schema:
         """Return a schema with only the columns of these names, in the order of this schema."""

@@ -170,10 +170,10 @@ class TrajectoryStore(StoreTable):
             preallocate=preallocate,
             compress=compress and kind == "zarr",
         )
-        root, held, bucket = bounded(root), size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
+        root, cache_limit, bucket = bounded(root), size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
         create_root(bucket, root)
-        cache: dict[str, Any] = {"cache_dir": cache_dir, "cache_bytes": held}
-        return cls(path, root, medium_of(bucket, root, None, cache_dir, held), "a", durability, **cache)
+        cache: dict[str, Any] = {"cache_dir": cache_dir, "cache_bytes": cache_limit}
+        return cls(path, root, medium_of(bucket, root, None, cache_dir, cache_limit), "a", durability, **cache)
 
     @classmethod
     def open(
@@ -215,10 +215,10 @@ class TrajectoryStore(StoreTable):
             raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
         if add_columns and mode != "a":
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
-        held, bucket = size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
+        cache_limit, bucket = size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
         root = read_root(bucket)
-        medium = medium_of(bucket, root, None if io == "auto" else io, cache_dir, held)
-        settings: dict[str, Any] = {"io": io, "cache_dir": cache_dir, "cache_bytes": held}
+        medium = medium_of(bucket, root, None if io == "auto" else io, cache_dir, cache_limit)
+        settings: dict[str, Any] = {"io": io, "cache_dir": cache_dir, "cache_bytes": cache_limit}
         store = cls(path, root, medium, mode, durability or root.durability, **settings)
         if add_columns:
             store.add_columns(add_columns)
@@ -267,8 +267,8 @@ class TrajectoryStore(StoreTable):
             SchemaError: a type is none that a store holds; nothing is made.
             BatchError: a value does not fit.
         """
-        there, parts = parquet_of(file)
-        store = cls.create(path, schema_from(there) if schema is None else schema, **options)
+        arrow_schema, parts = parquet_of(file)
+        store = cls.create(path, schema_from(arrow_schema) if schema is None else schema, **options)
         for part in parts:
             store.append(part)
         return store
@@ -404,7 +404,7 @@ class TrajectoryStore(StoreTable):
         self._check_writable("update")
         if not values:
             raise BatchError("update needs at least one column, for example update(ids, advantage=values).")
-        wanted = as_ids(ids)
+        row_ids = as_ids(ids)
         self._catalog.refresh()
         for name in values:
             if not self.schema[name].mutable:
@@ -414,8 +414,8 @@ class TrajectoryStore(StoreTable):
                 )
         names = tuple(c.name for c in self.schema if c.name in values)
         schema = self.schema.only(names)
-        batch = self._update_batch(schema, wanted, values)
-        if not len(wanted):
+        batch = self._update_batch(schema, row_ids, values)
+        if not len(row_ids):
             return
         stream = self._update_streams.get(names)
         if stream is None:
@@ -426,10 +426,10 @@ class TrajectoryStore(StoreTable):
         """Commit rows or updates and read them back; return their addresses, which are the ids of rows."""
         stream.begin()
         try:
-            made = stream.made
+            num_segments = stream.made
             ordinal, first = stream.append(batch, schema, begin)
             self._catalog.refresh_segment(ordinal)
-            self._background.tidy(self._catalog, began=stream.made != made)
+            self._background.tidy(self._catalog, began=stream.made != num_segments)
             self._positions = None
             start = (ordinal << ORDINAL_SHIFT) + first
             return np.arange(start, start + batch.n_rows, dtype=np.int64)
@@ -439,8 +439,8 @@ class TrajectoryStore(StoreTable):
 
     def _update_batch(self, schema: Schema, ids: Int64Array, values: Mapping[str, Any]) -> Batch:
         """Return the rows of an update, checked against the trajectories that they belong to."""
-        given = {column.name: _for_all(column, values[column.name], len(ids)) for column in schema}
-        batch = prepare(schema, given, len(ids))
+        columns = {column.name: _for_all(column, values[column.name], len(ids)) for column in schema}
+        batch = prepare(schema, columns, len(ids))
         self._check_lengths(schema, ids, batch)
         batch.extra = {TARGET: np.ascontiguousarray(ids)}
         return batch
@@ -545,9 +545,9 @@ class TrajectoryStore(StoreTable):
         """
         self._check_writable("fence")
         self._catalog.refresh()
-        found = self._catalog.segments.get(segment)
-        if found is not None:
-            self._catalog.medium.fence(found)
+        known_segment = self._catalog.segments.get(segment)
+        if known_segment is not None:
+            self._catalog.medium.fence(known_segment)
         self._catalog.refresh()
         self._catalog.refresh_segment(segment)
 
@@ -632,43 +632,43 @@ class TrajectoryStore(StoreTable):
             )
 
 
-def _reopen(settings: Mapping[str, Any], then: Snapshot | None, held: object) -> StoreTable:
+def _reopen(settings: Mapping[str, Any], then: Snapshot | None, identity: object) -> StoreTable:
     """Open a pickled store, or a view of it as of a snapshot; what it held is only its identity."""
     store = TrajectoryStore.open(**settings)
     return store if then is None else store.as_of(then)
 
 
-def _same_lengths(column: Column, given: Int64Array, known: Int64Array) -> None:
-    wrong = np.flatnonzero(given != known)
+def _same_lengths(column: Column, new_lengths: Int64Array, stored_lengths: Int64Array) -> None:
+    wrong = np.flatnonzero(new_lengths != stored_lengths)
     if len(wrong):
         row = int(wrong[0])
         raise BatchError(
-            f"row {row} of column '{column.name}' has length {int(given[row])}, but the trajectory has "
-            f"{int(known[row])} elements on axis '{column.axis}'."
+            f"row {row} of column '{column.name}' has length {int(new_lengths[row])}, but the trajectory has "
+            f"{int(stored_lengths[row])} elements on axis '{column.axis}'."
         )
 
 
-def _for_all(column: Column, given: Any, count: int) -> Any:
+def _for_all(column: Column, column_rows: Any, count: int) -> Any:
     """Turn one value for all rows into one value per row."""
-    if column.is_text and isinstance(given, (str, bytes)):
-        return [given] * count
+    if column.is_text and isinstance(column_rows, (str, bytes)):
+        return [column_rows] * count
     if column.axis is None:
-        array = np.asarray(given)
+        array = np.asarray(column_rows)
         if array.ndim == 0 and array.dtype.kind != "O":
             return np.broadcast_to(array, (count,))
-    return given
+    return column_rows
 
 
 def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
     """Return a state with more columns, or None if all of them exist already."""
     new: list[Column] = []
     for column in columns:
-        known = state.schema.find(column.name)
-        if known is None:
+        existing = state.schema.find(column.name)
+        if existing is None:
             new.append(_fits(column, state.schema))
-        elif known.to_json() != column.to_json():
+        elif existing.to_json() != column.to_json():
             raise SchemaError(
-                f"the store has a column '{column.name}' already, defined as {known}. Choose another name."
+                f"the store has a column '{column.name}' already, defined as {existing}. Choose another name."
             )
     return replace(state, schema=state.schema.with_columns(new)) if new else None
 

@@ -91,19 +91,19 @@ def _drop(catalog: Catalog, ordinals: set[int], rows: dict[int, int]) -> set[int
     `rows` has the number of rows of each segment whose rows are lost for good. Unless the catalog still names all of
     these, nothing is removed: a segment merged since has its rows elsewhere, and their updates must stay.
     """
-    taken: dict[int, Entry] = {}
+    removed: dict[int, Entry] = {}
 
     def step(state: State) -> State | None:
-        taken.clear()
-        taken.update({e.ordinal: e for e in state.entries if e.ordinal in ordinals})
-        if not rows.keys() <= taken.keys():
-            taken.clear()
-        return state.dropped(taken.keys(), sum(rows.get(o, 0) for o in taken)) if taken else None
+        removed.clear()
+        removed.update({e.ordinal: e for e in state.entries if e.ordinal in ordinals})
+        if not rows.keys() <= removed.keys():
+            removed.clear()
+        return state.dropped(removed.keys(), sum(rows.get(o, 0) for o in removed)) if removed else None
 
     if catalog.journal.change(step, catalog.newest_ns) is None:
         return set()
-    _remove(catalog, taken.values())
-    return set(taken)
+    _remove(catalog, removed.values())
+    return set(removed)
 
 
 def _remove(catalog: Catalog, entries: Iterable[Entry]) -> None:
@@ -135,10 +135,10 @@ def _victims(catalog: Catalog, root: Root) -> list[Segment]:
 def _belong(state: State, targets: Int64Array, gone: Collection[int] = ()) -> npt.NDArray[np.bool_]:
     """Return which updates belong to rows that count, including unreadable rows and rows not in this record yet."""
     owners = targets >> ORDINAL_SHIFT
-    found = owners >= state.next_ordinal
+    belongs = owners >= state.next_ordinal
     for first, last in owners_of([e for e in state.entries if e.kind == "rows" and e.ordinal not in gone]):
-        found |= (first <= owners) & (owners <= last)
-    return found
+        belongs |= (first <= owners) & (owners <= last)
+    return belongs
 
 
 def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
@@ -241,15 +241,15 @@ def recover(catalog: Catalog) -> None:
     """
     catalog.refresh()
     journal, medium = catalog.journal, catalog.medium
-    found, failed, sound = medium.survey(journal.state), catalog.doubtful, dict[int, bool]()
+    unnamed_segments, failed, sound = medium.survey(journal.state), catalog.doubtful, dict[int, bool]()
 
-    def is_sound(one: Unnamed) -> bool:
-        if one.entry.ordinal not in sound:
-            sound[one.entry.ordinal] = _holds(catalog, one)
-        return sound[one.entry.ordinal]
+    def is_sound(segment: Unnamed) -> bool:
+        if segment.entry.ordinal not in sound:
+            sound[segment.entry.ordinal] = _holds(catalog, segment)
+        return sound[segment.entry.ordinal]
 
     def step(state: State) -> State | None:
-        after = rebuild(state, found, failed, is_sound)
+        after = rebuild(state, unnamed_segments, failed, is_sound)
         return None if after == state and journal.is_sound else after
 
     journal.change(step, catalog.newest_ns)
@@ -279,10 +279,10 @@ def _with_rows(state: State, rows: Mapping[int, int]) -> State | None:
     return None if entries == state.entries else replace(state, entries=entries)
 
 
-def _holds(catalog: Catalog, one: Unnamed) -> bool:
+def _holds(catalog: Catalog, unnamed: Unnamed) -> bool:
     """Return whether all checksums of a segment hold that the catalog does not name."""
     report = VerifyReport(catalog.medium.where)
-    entry = replace(one.entry, owners=runs_of(sorted(one.sources)))
+    entry = replace(unnamed.entry, owners=runs_of(sorted(unnamed.sources)))
     segment = catalog.medium.open_segments([entry])[0]
     if not isinstance(segment, Segment):
         return False
@@ -305,8 +305,10 @@ def accept_losses(catalog: Catalog, ids: Int64Array | None = None) -> int:
     lost: dict[int, set[tuple[int, int]]] = {}
     for segment in (*catalog.segments.values(), *catalog.updates.values()):
         for gap in segment.gaps:
-            named = ids is None or np.isin(segment.gap_ids(gap), ids).any()
-            if named and segment.is_damage(gap):  # of a commit whose rows are not known, the row that it begins with
+            is_selected = ids is None or np.isin(segment.gap_ids(gap), ids).any()
+            if is_selected and segment.is_damage(
+                gap
+            ):  # of a commit whose rows are not known, the row that it begins with
                 lost.setdefault(segment.ordinal, set()).add((gap.first, max(gap.first, gap.end - 1)))
 
     def step(state: State) -> State | None:
@@ -460,11 +462,11 @@ def read_batch(reader: ColumnReader, schema: Schema) -> Batch:
     """Read whole rows in the form in which they are written; columns that no row was given are left out."""
     batch = Batch(len(reader.ids), {}, {})
     for column in schema:
-        given = reader.present(column)
-        if column.optional and not given.any():
+        present = reader.present(column)
+        if column.optional and not present.any():
             continue
-        if not given.all():
-            batch.partial[column.name] = given
+        if not present.all():
+            batch.partial[column.name] = present
         if column.axis is None:
             batch.values[column.name] = reader.scalars(column)
             continue

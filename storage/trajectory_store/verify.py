@@ -79,7 +79,7 @@ class VerifyReport:
 
     def confirm(self, earlier: VerifyReport) -> None:
         """Keep only the damage that an earlier check found too: other processes may write to the store meanwhile."""
-        known = {_NUMBER.sub("#", problem) for problem in earlier.problems}
-        self.problems = [problem for problem in self.problems if _NUMBER.sub("#", problem) in known]
+        earlier_problems = {_NUMBER.sub("#", problem) for problem in earlier.problems}
+        self.problems = [problem for problem in self.problems if _NUMBER.sub("#", problem) in earlier_problems]
         if not self.problems and not self.losses:
             self.damaged_ids = np.empty(0, np.int64)

@@ -186,16 +186,16 @@ class Stream:
         if not self.made:
             self._first = max(FIRST_ROWS, FIRST * batch.n_rows), max(FIRST_ELEMENTS, FIRST * longest)
         most = self._root.largest
-        own = self.kind == "rows"
-        rows = self._capacity(self._root.segment_rows if own else None, self._first[0], most[0])
-        elements = self._capacity(self._root.segment_elements if own else None, self._first[1], most[1])
+        has_rows = self.kind == "rows"
+        rows = self._capacity(self._root.segment_rows if has_rows else None, self._first[0], most[0])
+        elements = self._capacity(self._root.segment_elements if has_rows else None, self._first[1], most[1])
         meta = SegmentMeta(
             schema=columns,
             rows_cap=max(rows, batch.n_rows),
             elems_cap={axis: max(elements, int(fitted.lengths[axis].sum()), 1) for axis in columns.axes},
             kind=self.kind,
             durability=self.durability,
-            preallocated=self._root.preallocate and own,
+            preallocated=self._root.preallocate and has_rows,
             store=self._root.uuid,
         )
         medium = self._catalog.medium

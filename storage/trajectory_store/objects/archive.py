@@ -92,16 +92,16 @@ def directory(tail: bytes, size: int, key: str) -> dict[str, tuple[int, int]]:
         at = len(tail) - _END.size - length
         if at < 0:
             raise NeedMore(length + _END.size)
-        found: list[tuple[str, int, int]] = []
+        entries: list[tuple[str, int, int]] = []
         for _ in range(count):
             fields = _ENTRY.unpack_from(tail, at)
             name = tail[at + _ENTRY.size : at + _ENTRY.size + fields[10]].decode()
-            found.append((name, fields[9], fields[16]))
+            entries.append((name, fields[9], fields[16]))
             at += _ENTRY.size + fields[10]
     except (struct.error, UnicodeDecodeError) as error:
         raise CorruptionError(f"object {key} is damaged: its directory cannot be read ({error}).") from None
-    ends = [*(offset for _, _, offset in found[1:]), start]
-    return {name: (end - nbytes, end) for (name, nbytes, _), end in zip(found, ends, strict=True)}
+    ends = [*(offset for _, _, offset in entries[1:]), start]
+    return {name: (end - nbytes, end) for (name, nbytes, _), end in zip(entries, ends, strict=True)}
 
 
 class NeedMore(Exception):
@@ -178,15 +178,15 @@ class Commit:
         return commit
 
 
-def _crcs(found: Any, names: Collection[str]) -> dict[str, int | str]:
-    if set(found) != set(names):
-        raise ValueError(f"{list(found)} are not {list(names)}")
-    for crc in found.values():
+def _crcs(crcs: Any, names: Collection[str]) -> dict[str, int | str]:
+    if set(crcs) != set(names):
+        raise ValueError(f"{list(crcs)} are not {list(names)}")
+    for crc in crcs.values():
         if isinstance(crc, str):
             bytes.fromhex(crc)
         else:
             checked_int(crc, MAX_CRC)
-    return dict(found)
+    return dict(crcs)
 
 
 def _row_before(row: Any, most_rows: int, ends: Mapping[str, int]) -> tuple[int, ...]:

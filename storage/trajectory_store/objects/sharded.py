@@ -219,24 +219,26 @@ def read_chunks(
 
     `indexes` keeps where the chunks of each shard begin and end, as far as that is known.
     """
-    asked = {shard: list(some) for shard, some in itertools.groupby(chunks, lambda chunk: chunk // layout.chunks)}
-    keys = {shard: shard_key(folder, spec, shard) for shard in asked}
+    chunks_by_shard = {
+        shard: list(some) for shard, some in itertools.groupby(chunks, lambda chunk: chunk // layout.chunks)
+    }
+    keys = {shard: shard_key(folder, spec, shard) for shard in chunks_by_shard}
     new = [key for key in keys.values() if key not in indexes and key not in objects]
     for key, tail in zip(new, bucket.tails(new, [4] * len(new)), strict=True):
         if tail is None:
             raise FileNotFoundError(key)
         indexes[key] = np.full((layout.chunks + 1, 2), -1, np.int64)
         indexes[key][-1] = tail[1]  # the size of the object
-    for shard, some in asked.items():
+    for shard, some in chunks_by_shard.items():
         key, whole = keys[shard], objects.get(keys[shard])
         inside = [chunk % layout.chunks for chunk in some]
         if whole is None:
             places = _places(bucket, key, layout, inside, indexes[key])
         else:
-            found = np.zeros((layout.chunks, 2), np.int64)
+            all_places = np.zeros((layout.chunks, 2), np.int64)
             entries = _parsed(whole[-layout.index_size : -4], len(whole))
-            found[: len(entries)] = entries
-            places = found[inside]
+            all_places[: len(entries)] = entries
+            places = all_places[inside]
         first = np.flatnonzero(np.append(True, places[1:, 0] != places[:-1, 1]))
         last = np.append(first[1:], len(some)) - 1
         spans = list(zip(places[first, 0].tolist(), places[last, 1].tolist(), strict=True))
@@ -265,14 +267,14 @@ def _places(bucket: Bucket, key: str, layout: Layout, chunks: Sequence[int], ind
 def _parsed(raw: bytes, size: int) -> Int64Array:
     """Return where chunks begin and end by entries of an index, 0 and 0 for a missing one: `[N, 2]`."""
     index = np.frombuffer(raw[: len(raw) // 16 * 16], "<u8").reshape(-1, 2)
-    there = (index[:, 0] <= size) & (index[:, 1] <= size)
-    return np.where(there[:, None], np.stack([index[:, 0], index[:, 0] + index[:, 1]], axis=1), 0).astype(np.int64)
+    exists = (index[:, 0] <= size) & (index[:, 1] <= size)
+    return np.where(exists[:, None], np.stack([index[:, 0], index[:, 0] + index[:, 1]], axis=1), 0).astype(np.int64)
 
 
 def has_index(bucket: Bucket, key: str, layout: Layout) -> bool:
     """Return whether the index of a shard matches its checksum."""
-    found = bucket.tails([key], [layout.index_size])[0]
-    raw = b"" if found is None else found[0]
+    tail = bucket.tails([key], [layout.index_size])[0]
+    raw = b"" if tail is None else tail[0]
     return len(raw) == layout.index_size and crc32c(raw[:-4]) == int.from_bytes(raw[-4:], "little")
 
 
