@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trajectory_store import extras
+from trajectory_store.adapters import reward_part
 from trajectory_store.errors import BatchError, SchemaError
 from trajectory_store.recorder.learnable_rows import learnable_rows
 from trajectory_store.recorder.raw_rollout import text_of, weighted
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from trajectory_store.recorder import TrajectoryRecorder
 
 _log = logging.getLogger("trajectory_store")
+_REWARDS = "rewards/"
+"""What names of single rewards in TRL's metrics begin with."""
 _SAMPLES, _GRADES, _SCORES = (
     "_generate_and_score_completions",
     "_calculate_rewards",
@@ -107,14 +110,15 @@ def _record(
         if scores is None and compute:
             scores = _computed(trainer, prompts, ids)
     ends = set(getattr(trainer, "eos_token_ids", None) or ())
-    tools = output.get("tool_mask")
+    masks = _loss_masks(output, ids)
+    modes = [("processed" if scores is not None and any(mask) else "") for mask in masks]
     columns = [{k: v for k, v in row.items() if k not in ("prompt", "image", "images")} for row in heard["inputs"]]
     recorder.record(
         prompts=heard["prompts"],
         prompt_ids=[row.tolist() for row in prompts],
         completions=heard["completions"],
         completion_ids=ids,
-        completion_masks=None if tools is None else [row[: len(ids[i])] != 0 for i, row in enumerate(_array(tools))],
+        completion_masks=masks,
         log_probs=_rows(scores, ids),
         ref_log_probs=_rows(output.get("ref_per_token_logps"), ids),
         rewards=rewards.tolist(),
@@ -124,7 +128,7 @@ def _record(
         metas=columns,
         policy_version=int(trainer.state.global_step),
         temperature=getattr(trainer, "temperature", None),
-        log_prob_mode="processed" if scores is not None else None,
+        log_prob_mode=modes,
         evaluation=not trainer.model.training,
         engine="vllm" if getattr(trainer, "use_vllm", False) else "transformers",
         group_size=group_size,
@@ -162,6 +166,16 @@ def _computed(trainer: Any, prompts: Sequence[np.ndarray], ids: Sequence[Sequenc
     return scores[0]
 
 
+def _loss_masks(output: dict[str, Any], ids: Sequence[Sequence[int]]) -> list[list[bool]]:
+    """Return which completion tokens the trainer learns from.
+
+    Not from words of an environment, nor from completions that `mask_truncated_completions` masks: these count for the
+    baseline of their group alone, and TRL's log-probs of them are of another input, as it hides them from attention.
+    """
+    masks = [_array(output[name]) != 0 for name in ("completion_mask", "tool_mask") if output.get(name) is not None]
+    return [[all(mask[i][k] for mask in masks) for k in range(len(row))] for i, row in enumerate(ids)]
+
+
 def _rows(scores: Any, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
     """Return the real part of padded scores; None where they are not there, or not one per token."""
     if scores is None or scores.ndim != 2:
@@ -197,8 +211,10 @@ class RecordingQueue:
         trainer = AsyncGRPOTrainer(...)
         trainer.rollout_queue = RecordingQueue(trainer.rollout_queue, recorder, temperature=trainer.temperature)
 
-    Source: `RolloutSample` of `trl/experimental/async_grpo/async_rollout_worker.py`, which `RolloutQueueDataset` gets.
-    It has the advantage of a sample and not its reward, which is NaN.
+    Source: `RolloutSample` of `trl/experimental/async_grpo/async_rollout_worker.py`, which `RolloutQueueDataset` gets;
+    `_score_group` there puts the rewards of a conversation into the metrics of its samples. A worker counts groups from
+    0, so they are named within this recorder. A conversation whose history was rewritten is several samples, which name
+    no conversation: each is an episode.
     """
 
     def __init__(self, inner: Any, recorder: TrajectoryRecorder, *, temperature: float | None = None) -> None:
@@ -212,6 +228,8 @@ class RecordingQueue:
         sample = self.inner.get(*args, **kwargs)
         ids, mask = np.asarray(sample.input_ids), np.asarray(sample.completion_mask) > 0
         start = int(np.argmax(mask)) if mask.any() else len(ids)
+        metrics = dict(sample.metrics)
+        named = {name: value for name, value in metrics.items() if name.startswith(_REWARDS)}
         self.recorder.record(
             prompts=[sample.prompt],
             completions=[sample.completion],
@@ -219,13 +237,16 @@ class RecordingQueue:
             completion_ids=[ids[start:].tolist()],
             completion_masks=[mask[start:].tolist()],
             log_probs=[np.asarray(sample.old_log_probs, np.float64)[start:].tolist()],
-            rewards=None,
+            rewards=[metrics.get("reward")],
+            named_rewards={reward_part(name.removeprefix(_REWARDS)): [value] for name, value in named.items()},
             advantages=[float(sample.advantage)],
             policy_version=int(sample.model_version),
             temperature=self.temperature,
             log_prob_mode="processed",
             groups=[f"{sample.model_version}/{sample.group_id}"],
-            metas=[dict(sample.metrics)],
+            run_id=self.recorder.session_id,
+            one_prompt=False,  # TRL forms the groups, and an environment may begin each conversation differently
+            metas=[metrics],
             engine="vllm",
             source="trl AsyncGRPOTrainer",
         )

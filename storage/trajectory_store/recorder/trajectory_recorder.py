@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -63,7 +64,7 @@ class TrajectoryRecorder:
     A recorder on an old store gives new ids, except for the steps that a resumed training takes again, see `resume`.
     A call is one atomic commit, durable on return. The processes of one training may record into one store, each with
     its own recorder, all made before training starts, and all with equally many rows per call. So may several trainings
-    at once, if each is one process. Not thread safe.
+    at once, if each is one process. Threads may share a recorder.
 
     Args:
         store: folder of the store; made if it is not there.
@@ -120,6 +121,7 @@ class TrajectoryRecorder:
         """Completions that some functions have not graded yet, and the rewards of those that have."""
         self._resumed_at: int | None = None
         self._known = KnownNames()
+        self._lock = threading.RLock()
         self._have_columns(column.name for column in (*FAILURES, *_SAMPLED))
 
     def resume(self, step: int) -> None:
@@ -254,7 +256,8 @@ class TrajectoryRecorder:
             **(extra or {}),
         }
         try:
-            offset = self._next_offset(len(completions), group_size)
+            with self._lock:
+                offset = self._next_offset(len(completions), group_size)
             present = {name: values for name, values in fields.items() if values is not None}
             beside = {name: values for name, values in more.items() if values is not None}
             identity = {"groups": groups, "episodes": episodes, "names": names, "reward_trusted": reward_trusted}
@@ -268,7 +271,8 @@ class TrajectoryRecorder:
             if rows is not None and groups is None and (rows.size > 1).any():
                 raise BatchError("episodes of several rows need groups by name: record(groups=[...]).")
             source_of = _Sources(source, self.run_id if run_id is None else run_id, groups, names, one_prompt)
-            return self._write(offset, present, beside, token_versions, rows, source_of, group_size)
+            with self._lock:
+                return self._write(offset, present, beside, token_versions, rows, source_of, group_size)
         except StoreError as error:
             if self.on_error == "raise":
                 raise
@@ -397,7 +401,7 @@ class TrajectoryRecorder:
         """
         kinds = {key: as_failure(kind, "failure") for key, kind in (failures or {}).items()}
         values = {key: as_reward(rewards.get(key), "reward") for key in {**rewards, **kinds}}
-        with alone(self.path):
+        with self._lock, alone(self.path):
             self.store.refresh()
             rows = self._rows_named(list(values), self.run_id if run_id is None else run_id)
             sizes = self._episode_sizes(list(values), rows)
