@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class SlimeSample:
     weight_versions: list[str] = field(default_factory=list[str])
     status: Status = Status.COMPLETED
     remove_sample: bool = False
+    rollout_id: int | None = None
 
 
 @dataclass
@@ -64,8 +66,16 @@ class Generator:
         return self.output
 
 
-class Workflow:
-    """`RolloutWorkflow` of areal/api/workflow_api.py, of given episodes."""
+class RolloutWorkflow(ABC):
+    """The base class of areal/api/workflow_api.py, by which AReaL tells a workflow from an agent."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        """Run one."""
+
+
+class Workflow(RolloutWorkflow):
+    """A workflow of given episodes."""
 
     def __init__(self, episodes: list[Any]) -> None:
         self.episodes = episodes

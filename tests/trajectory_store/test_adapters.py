@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -148,6 +149,150 @@ def test_areal(recorder: TrajectoryRecorder):
     assert np.array_equal(found["log_probs"][0], np.array([NAN, NAN, -1, NAN, -2], np.float32), equal_nan=True)
 
 
+def test_areal_groups(recorder: TrajectoryRecorder):
+    """AReaL takes the recorder for a workflow (T3); a group is what is asked for at once, whatever the data are."""
+    made = [peers.episode([1, 2, i], [0, 0, 1], [0, 0, -1], [-1, -1, 5], 1.0) for i in range(12)]
+    wrapped = areal.RecordingWorkflow(peers.Workflow(made), recorder)
+    assert isinstance(wrapped, peers.RolloutWorkflow)
+    assert issubclass(areal.RecordingWorkflow, peers.RolloutWorkflow)
+    data = {"query_id": "q"}
+
+    async def grouped() -> None:  # as `GroupedRolloutWorkflow` of areal/infra/remote_inf_engine.py does
+        await asyncio.gather(*[wrapped.arun_episode(None, data) for _ in range(4)])
+
+    async def epochs() -> None:
+        await asyncio.gather(*(asyncio.create_task(grouped()) for _ in range(2)))
+        await grouped()
+
+    asyncio.run(epochs())
+    assert sorted(Counter(columns(recorder)["group_id"].tolist()).values()) == [4, 4, 4]
+    with pytest.raises(SchemaError, match="has no arun_episode"):
+        areal.RecordingWorkflow(SimpleNamespace(run=None), recorder)
+
+
+def test_groups_of_counters_do_not_merge(tmp_path: Path):
+    """Trainers whose counters begin again, in a restart or in an evaluation, have groups of their own (T5)."""
+    store = tmp_path / "store"
+    for prompt in ([1, 2], [4, 5, 6]):
+        with TrajectoryRecorder(store) as recorder:
+            slime.record(SimpleNamespace(), [[peers.SlimeSample([*prompt, 9], 1)] * 2], recorder=recorder)
+            for evaluation in (False, True):
+                output = {"prompt_token_ids": [[*prompt, int(evaluation)]] * 2, "response_ids": [[3], [4]]}
+                output |= {"rewards": [0.0, 1.0], "loss_masks": [[1]] * 2}
+                output["trajectory_ids"] = [peers.Identity("0", i) for i in range(2)]
+                batch = {"batch_metadata": peers.Metadata(5, "eval" if evaluation else "train")}
+                asyncio.run(skyrl.RecordingGenerator(peers.Generator(output), recorder).generate(batch))
+            inner: SimpleQueue[Any] = SimpleQueue()
+            ids, mask = np.array([*prompt, 7]), np.array([0] * len(prompt) + [1])
+            for _ in range(2):
+                inner.put(peers.RolloutSample([], [], ids, mask, -1.0 * mask, 0.5, 0, 0, {"reward": 1.0}))
+            queue = trl.RecordingQueue(inner, recorder)
+            assert [queue.get().group_id for _ in range(2)] == [0, 0]
+    with TrajectoryStore.open(store) as opened:
+        rows = opened.read(opened.ids())
+    prompts: dict[int, set[Any]] = {}
+    for i, group in enumerate(rows["group_id"].tolist()):
+        prompt = tuple(rows["input_ids"][i][: rows["num_prompt_tokens"][i]].tolist())
+        prompts.setdefault(group, set()).add((prompt, json.loads(rows["meta"][i])["source"]["recorder"]))
+    assert [len(members) for members in prompts.values()] == [1] * 8
+    assert set(Counter(rows["group_id"].tolist()).values()) == {2}
+
+
+def test_rows_of_one_session_are_one_episode(tmp_path: Path):
+    """Steps of SkyRL, outputs of verl, split rollouts of slime, interactions of an agent in AReaL (T6)."""
+
+    class Interaction:
+        def __init__(self, ids: list[int], reward: float) -> None:
+            self.row = peers.episode(ids, [0, 1], [0, -1], [-1, 5], reward)
+
+        def to_tensor_dict(self) -> Any:
+            return self.row
+
+    def by_skyrl(recorder: TrajectoryRecorder) -> None:
+        output = {"prompt_token_ids": [[1], [1, 2, 3], [1], [1, 4, 5]], "response_ids": [[2], [6], [4], [7]]}
+        output |= {"rewards": [0.25, 1.0, 0.0, 0.0], "loss_masks": [[1]] * 4, "is_last_step": [False, True] * 2}
+        output["trajectory_ids"] = [peers.Identity("q", i // 2) for i in range(4)]
+        batch = {"batch_metadata": peers.Metadata(1)}
+        asyncio.run(skyrl.RecordingGenerator(peers.Generator(output), recorder).generate(batch))
+
+    def by_verl(recorder: TrajectoryRecorder) -> None:
+        queue = peers.Queue()
+        buffer = verl.recording(peers.Buffer, queue, recorder)(queue)
+        for key in ("u_0_1", "u_1_0", "u_0_0", "u_1_1"):  # verl writes sessions as they end
+            queue.rows[key] = peers.verl_row([1], [2, int(key[-1])], 1.0 if key[2] == "0" else 0.0)
+            buffer.partitions["train"][key] = {"status": "success"}
+        buffer.sample(1, "train", 1)
+
+    def by_slime(recorder: TrajectoryRecorder) -> None:
+        rows = [peers.SlimeSample([1, i], 1, float(i < 2), index=i, rollout_id=i // 2) for i in range(4)]
+        slime.record(SimpleNamespace(), [[rows[0], rows[2], rows[1], rows[3]]], recorder=recorder)
+
+    def by_slime_in_lists(recorder: TrajectoryRecorder) -> None:
+        rows = [peers.SlimeSample([1, i], 1, float(i < 2), index=i) for i in range(4)]
+        slime.record(SimpleNamespace(), [[rows[:2], rows[2:]]], recorder=recorder)
+
+    def by_areal(recorder: TrajectoryRecorder) -> None:
+        sessions = [{str(i): Interaction([1, i], reward) for i in range(2)} for reward in (1.0, 0.0)]
+        wrapped = areal.RecordingWorkflow(peers.Workflow(sessions), recorder)
+
+        data: dict[str, Any] = {}
+
+        async def grouped() -> None:
+            await asyncio.gather(*[wrapped.arun_episode(None, data) for _ in range(2)])
+
+        asyncio.run(grouped())
+
+    for record in (by_skyrl, by_verl, by_slime, by_slime_in_lists, by_areal):
+        with TrajectoryRecorder(tmp_path / record.__name__) as recorder:
+            record(recorder)
+            found = columns(recorder)
+        assert found["episode_size"].tolist() == [2] * 4, record.__name__
+        assert found["episode_row"].tolist() == [0, 1] * 2
+        assert len(set(found["episode_id"].tolist())) == 2
+        assert len(set(found["group_id"].tolist())) == 1
+        rewards = found["task_reward"].tolist()
+        assert np.isnan([rewards[0], rewards[2]]).all()
+        assert sorted([rewards[1], rewards[3]]) == [0.0, 1.0]
+
+
+def test_a_version_that_is_no_number_is_unknown(recorder: TrajectoryRecorder):
+    """SGLang's weights are "default" until slime updates them for the first time (T8)."""
+    sample = peers.SlimeSample([1, 2], 1, weight_versions=["default", "1"])
+    slime.record(SimpleNamespace(), [[sample]], recorder=recorder)
+    assert columns(recorder)["policy_version"].tolist() == [-1]
+
+
+def test_rewards_beside_the_score_of_verl(recorder: TrajectoryRecorder):
+    """Numbers are named rewards, also where rows have other names, and everything stays in `meta` (verl#7588)."""
+    queue = peers.Queue()
+    buffer = verl.recording(peers.Buffer, queue, recorder)(queue)
+    for key, more in (("a_0_0", {"acc": True, "pred": "2"}), ("a_1_0", {"format/x": 0.5, "trusted": 1.0})):
+        queue.rows[key] = peers.verl_row([1], [2], 1.0) | {"extra_fields": {"reward_extra_info": more}, "num_turns": 4}
+        buffer.partitions["train"][key] = {"status": "success"}
+    buffer.sample(1, "train", 1)
+    found = columns(recorder)
+    assert np.array_equal(found["reward_acc"], [1.0, NAN], equal_nan=True)
+    assert np.array_equal(found["reward_format_x"], [NAN, 0.5], equal_nan=True)
+    assert np.array_equal(found["reward_trusted_"], [NAN, 1.0], equal_nan=True)
+    assert found["reward_trusted"].tolist() == [True, True]
+    about = [json.loads(meta)["prompt"] for meta in found["meta"]]
+    assert [item["num_turns"] for item in about] == [4, 4]
+    assert about[0]["reward_extra_info"] == {"acc": True, "pred": "2"}
+
+
+def test_episodes_are_served_as_sessions_of_verl(tmp_path: Path, recorder: TrajectoryRecorder):
+    """Each output has the reward of its session, and all fields that verl's metrics read (T4)."""
+    rows = {"prompt_ids": [[1], [1, 2], [1]], "completion_ids": [[3], [4], [5]], "completions": [""] * 3}
+    recorder.record(**rows, rewards=[None, 1.0, 0.0], groups=["q"] * 3, episodes=["a", "a", None])
+    queue = peers.Queue()
+    meta, _ = verl.serving(peers.Buffer, queue, str(tmp_path / "store"), list)(queue).sample(7, "train", 1)
+    assert meta.keys == ["stored-0_0_0", "stored-0_0_1", "stored-0_1_0"]
+    assert [queue.rows[key]["rm_scores"].tolist() for key in meta.keys] == [[1.0], [1.0], [0.0]]
+    written = {"num_turns", "metrics", "extra_fields", "prompts", "responses", "response_mask", "rollout_log_probs"}
+    written |= {"rm_scores", "loss_mask", "input_ids", "position_ids", "multi_modal_inputs", "uid", "reward_model"}
+    assert written <= queue.rows[meta.keys[0]].keys()
+
+
 def test_calls_of_nemo_gym(tmp_path: Path):
     """A call is stored once, whoever stores it again; a recorder gives it its reward by its name."""
     one, other = (nemo_gym.StoreCapture(tmp_path / "store") for _ in range(2))
@@ -189,16 +334,20 @@ def test_calls_of_nemo_gym_are_looked_at_once(tmp_path: Path):
 
 
 def test_the_queue_of_async_grpo(recorder: TrajectoryRecorder):
-    """What the trainer takes is recorded with its group, version and advantage; its reward is not known."""
+    """What the trainer takes is recorded with its group, version, advantage and rewards (T8)."""
     inner: SimpleQueue[Any] = SimpleQueue()
     talk = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
     ids, mask, scores = np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1]), np.array([0, 0, -0.5, -1.0], np.float32)
-    for advantage in (0.5, -0.5):
-        inner.put(peers.RolloutSample(*talk, ids, mask, scores, advantage, 3, 9, {"reward": 1.0}))
+    for advantage, reward in ((0.5, 1.0), (-0.5, NAN)):
+        metrics = {"reward": reward, "reward_std": NAN, "rewards/right": reward, "rewards/<lambda>": 0.0}
+        inner.put(peers.RolloutSample(*talk, ids, mask, scores, advantage, 3, 9, metrics))
     queue = trl.RecordingQueue(inner, recorder, temperature=0.7)
     assert [queue.get(timeout=1).advantage for _ in range(queue.qsize())] == [0.5, -0.5]
     found = columns(recorder)
     assert (found["advantage"].tolist(), found["policy_version"].tolist()) == ([0.5, -0.5], [3, 3])
+    assert np.array_equal(found["task_reward"], [1.0, NAN], equal_nan=True)
+    assert np.array_equal(found["reward_right"], [1.0, NAN], equal_nan=True)
+    assert found["reward__lambda_"].tolist() == [0.0, 0.0]
     assert (found["completion"], found["log_prob_mode"]) == (["2", "2"], ["processed"] * 2)
     assert found["group_id"][0] == found["group_id"][1]
     assert found["log_probs"][0][2:].tolist() == [-0.5, -1.0]

@@ -53,7 +53,9 @@ class RecordingGenerator:
             temperature=(input_batch.get("sampling_params") or {}).get("temperature"),
             policy_version=None if about is None else int(about.global_step),
             evaluation=about is not None and str(about.training_phase) == "eval",
-            groups=None if identities is None else [f"{_step(about)}/{identity.instance_id}" for identity in identities],
+            groups=None
+            if identities is None
+            else [f"{_step(about)}/{identity.instance_id}" for identity in identities],
             episodes=episodes,
             run_id=self.recorder.session_id,
             one_prompt=False,  # SkyRL forms the groups, and an environment may begin each trajectory differently
@@ -72,7 +74,7 @@ def _episodes(last_steps: list[bool]) -> list[int]:
     return numbers
 
 
-def _meta(identities: Any, last_steps: Any, rewards: list[float], i: int) -> dict[str, Any]:
+def _meta(identities: Any, last_steps: Any, rewards: list[Any], i: int) -> dict[str, Any]:
     """Return SkyRL's identity of a row, and of a step its own reward, which SkyRL does not rank."""
     meta: dict[str, Any] = {}
     if identities is not None:

@@ -229,7 +229,7 @@ class RecordingQueue:
         ids, mask = np.asarray(sample.input_ids), np.asarray(sample.completion_mask) > 0
         start = int(np.argmax(mask)) if mask.any() else len(ids)
         metrics = dict(sample.metrics)
-        named = {name: value for name, value in metrics.items() if name.startswith(_REWARDS)}
+        parts = {name: value for name, value in metrics.items() if name.startswith(_REWARDS)}
         self.recorder.record(
             prompts=[sample.prompt],
             completions=[sample.completion],
@@ -238,7 +238,7 @@ class RecordingQueue:
             completion_masks=[mask[start:].tolist()],
             log_probs=[np.asarray(sample.old_log_probs, np.float64)[start:].tolist()],
             rewards=[metrics.get("reward")],
-            named_rewards={reward_part(name.removeprefix(_REWARDS)): [value] for name, value in named.items()},
+            named_rewards={reward_part(name.removeprefix(_REWARDS)): [value] for name, value in parts.items()},
             advantages=[float(sample.advantage)],
             policy_version=int(sample.model_version),
             temperature=self.temperature,

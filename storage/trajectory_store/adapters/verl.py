@@ -64,19 +64,19 @@ def as_verl_builds(base: Any) -> Any:
 
     class Built(base):
         def __init__(self, **arguments: Any) -> None:
-            own = _own_buffer(arguments)
-            if not isinstance(self, type(own)):
+            plain = _plain_buffer(arguments)
+            if not isinstance(self, type(plain)):
                 raise SchemaError(
-                    f"verl samples with {type(own).__name__} where trainer.v1.trainer_mode is "
+                    f"verl samples with {type(plain).__name__} where trainer.v1.trainer_mode is "
                     f"{arguments['trainer_mode']!r}. Name the class that is made from it: "
-                    + ", ".join(name for name, of in _BASES.items() if of == type(own).__name__)
+                    + ", ".join(name for name, of in _BASES.items() if of == type(plain).__name__)
                 )
-            self.__dict__.update(vars(own))
+            self.__dict__.update(vars(plain))
 
     return Built
 
 
-def _own_buffer(arguments: dict[str, Any]) -> Any:
+def _plain_buffer(arguments: dict[str, Any]) -> Any:
     """Return what verl's trainer builds from its settings without a custom sampler."""
     refill = arguments["refill_fn"]
     trainer = getattr(refill, "__self__", None)
@@ -85,11 +85,11 @@ def _own_buffer(arguments: dict[str, Any]) -> Any:
         settings = arguments["sampler_kwargs"]._get_root()
     else:
         builder, settings = type(trainer), trainer.config
-    plain = copy.deepcopy(settings)
+    other = copy.deepcopy(settings)
     extras.load("omegaconf", "verl's settings").OmegaConf.update(
-        plain, "trainer.v1.sampler.custom_sampler", None, force_add=True
+        other, "trainer.v1.sampler.custom_sampler", None, force_add=True
     )
-    view = _Trainer(builder if trainer is None else trainer, plain, arguments["trainer_mode"], refill)
+    view = _Trainer(builder if trainer is None else trainer, other, arguments["trainer_mode"], refill)
     return builder._build_replay_buffer(view)
 
 
@@ -114,8 +114,8 @@ def recording(base: Any, queue: Any, recorder: TrajectoryRecorder | None = None)
             return meta, metrics
 
         def _clear_groups(self, partition_id: str, uids: Any) -> None:
-            there = self.partitions[partition_id]
-            cleared = {key: tag for key, tag in there.items() if key.split("_")[0] in uids}
+            snapshot = self.partitions[partition_id]
+            cleared = {key: tag for key, tag in snapshot.items() if key.split("_")[0] in uids}
             record(recorder or recorder_here(), queue, partition_id, cleared, cleared=True)
             super()._clear_groups(partition_id, uids)
 
@@ -136,8 +136,8 @@ def record(
     data = queue.kv_batch_get(keys=keys, partition_id=partition, select_fields=FIELDS)
     fields = {name: _rows(data[name]) for name in FIELDS if name in data}
     scores, truths = fields.get("rm_scores"), fields.get("reward_model")
-    extra = [dict(found or {}) for found in fields.get("extra_fields", [None] * len(keys))]
-    details = [dict(found.get("reward_extra_info") or {}) for found in extra]
+    extras_of_rows = [dict(extra or {}) for extra in fields.get("extra_fields", [None] * len(keys))]
+    details = [dict(extra.get("reward_extra_info") or {}) for extra in extras_of_rows]
     turns = fields.get("num_turns", [None] * len(keys))
     episodes = [key.rsplit("_", 1)[0] for key in keys]
     rewards = None if scores is None else [math.fsum(row) for row in scores]
@@ -195,9 +195,9 @@ def _number(value: Any) -> float | None:
 
 def _tensors(rows: list[dict[str, Any]]) -> Any:
     """Return rows as verl's own TensorDict, each array a tensor."""
-    made = extras.load("verl.utils.tensordict_utils", "verl's sampler").list_of_dict_to_tensordict
+    stack = extras.load("verl.utils.tensordict_utils", "verl's sampler").list_of_dict_to_tensordict
     tensor = extras.load("torch", "verl's sampler").as_tensor
-    return made([{k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in row.items()} for row in rows])
+    return stack([{k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in row.items()} for row in rows])
 
 
 def _version(step: Any) -> int:
@@ -230,15 +230,15 @@ def serving(base: Any, queue: Any, store: str, fields_of: Any) -> Any:
         def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
             if partition_id != "train":
                 return super().sample(global_steps, partition_id, batch_size)
-            keys, made = list[str](), list[dict[str, Any]]()
+            keys, rows = list[str](), list[dict[str, Any]]()
             for number in range(self.served, self.served + batch_size):
                 members = stored.groups[number % len(stored.groups)]
                 uid = f"stored-{number}"
-                made += [stored.fields(row, uid) for _, _, row in members]
+                rows += [stored.fields(row, uid) for _, _, row in members]
                 keys += [f"{uid}_{session}_{output}" for session, output, _ in members]
             self.served += batch_size
-            tags = [_tag(fields, global_steps) for fields in made]
-            return queue.kv_batch_put(keys=keys, partition_id="train", fields=fields_of(made), tags=tags), {}
+            tags = [_tag(fields, global_steps) for fields in rows]
+            return queue.kv_batch_put(keys=keys, partition_id="train", fields=fields_of(rows), tags=tags), {}
 
     return Serving
 
