@@ -158,6 +158,32 @@ def test_every_row_is_what_the_policy_was_shown(make, limits, tmp_path):
     assert len(np.unique(rows["trajectory_id"])) == len(rows["trajectory_id"])
 
 
+class Plain:
+    """An engine without a loop for conversations: each turn is a request of its own."""
+
+    name, version = "plain", None
+
+    def __init__(self, engine: Any) -> None:
+        self.generate, self.abort = engine.generate, engine.abort
+
+
+def test_engines_begin_the_same_rows(tmp_path):
+    """Tokens read ahead change no row; on an engine that samples requests the rows follow the template as well."""
+    policies = [thinker(), thinker(), thinker()]
+    policies[1].engine.sync_every = 4
+    policies[2].engine = Plain(policies[2].engine)
+    wanted, ahead, plain = (collected(tmp_path / f"{number}", policy=policy) for number, policy in enumerate(policies))
+    for name in ("input_ids", "episode_size", "trajectory_id", "task_reward"):
+        for one, other in zip(wanted[name], ahead[name], strict=True):
+            np.testing.assert_array_equal(one, other)
+    for row, (ids, mask) in enumerate(zip(plain["input_ids"], plain["assistant_mask"], strict=True)):
+        chosen = torch.from_numpy(mask.copy())[None]
+        scored = thinker().log_probs(torch.from_numpy(ids.astype(np.int64))[None], torch.ones_like(chosen), chosen)
+        np.testing.assert_allclose(plain["log_probs"][row][mask], scored.detach()[0][mask], rtol=0, atol=1e-5)
+    sampled = [tuple(ids[mask]) for ids, mask in zip(plain["input_ids"], plain["assistant_mask"], strict=True)]
+    assert len({*sampled}) == len(sampled)  # no two rows have the random numbers of one
+
+
 def first_of(rows: dict[str, Any], first: int) -> int:
     """The member that an episode is, from the id of its first row."""
     return int(rows["trajectory_id"][first]) - 4 * int(rows["group_id"][first])
