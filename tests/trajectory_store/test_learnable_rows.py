@@ -93,6 +93,20 @@ def test_damaged_rows_are_an_error_or_excluded(store: Path, tmp_path: Path):
     assert served == [1002, 1003, 1009]  # the commit of 1004 and 1005 is damaged, and the rows before it are intact
 
 
+def test_an_episode_counts_with_all_of_its_rows(tmp_path: Path):
+    """A repeated step recorded two rows in place of three: the third of the old episode is not learned from alone."""
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        episode = {"groups": ["q"] * 3, "episodes": ["e"] * 3, "policy_version": 0}
+        record(recorder, 1000, [None, None, 1.0], **episode)
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        recorder.resume(0)
+        shorter = {name: value[:2] if isinstance(value, list) else value for name, value in episode.items()}
+        record(recorder, 1003, [None, 0.5], **shorter)
+        ids = recorder.store.ids()
+        assert learnable_rows(recorder.store).row_ids.tolist() == ids[3:].tolist()
+        assert learnable_rows(recorder.store, ids[[2, 4]]).row_ids.tolist() == ids[4:].tolist()
+
+
 def test_a_store_without_rewards_has_nothing_to_learn_from(tmp_path: Path):
     """It is named in an error, and what serves reports an empty selection."""
     with (

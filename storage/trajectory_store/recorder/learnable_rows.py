@@ -35,9 +35,9 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
 
     Every row is compared with its checksums first. Then these are excluded: rows of evaluations, rows of files that
     their tool wrote again (`superseded`), rows that waited for their group in vain, all but the newest row of a
-    trajectory, and rows without a reward or with one that is not trusted. The reward of an episode of several rows is
-    that of its last row. Which row of a trajectory is the newest is
-    decided in the whole store, whatever `row_ids` are: a filter never makes an older row count again.
+    trajectory, and rows without a reward or with one that is not trusted. An episode of several rows has the reward of
+    its last row, and counts only with all of its rows. Which row of a trajectory is the newest is decided in the whole
+    store, whatever `row_ids` are: a filter never makes an older row count again.
 
     Args:
         store: the store.
@@ -65,6 +65,7 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
         if column.name in store.schema:
             among = among[store.read_scalars(column.name, among) != excluded]
     newest = among[newest_rows(numbered(store, "trajectory_id", among), numbered(store, "group_id", among))]
+    newest = newest[_are_whole(store, newest)]
     if row_ids is not None:
         among, newest = row_ids[np.isin(row_ids, among)], row_ids[np.isin(row_ids, newest)]
     scored = _are_scored(store, newest)
@@ -73,6 +74,16 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
         num_unscored=int(len(newest) - np.count_nonzero(scored)),
         num_replaced=len(among) - len(newest),
     )
+
+
+def _are_whole(store: TrajectoryStore, row_ids: Ints) -> npt.NDArray[np.bool_]:
+    """Return which rows are of an episode whose rows are all among these."""
+    position, size = (column.name for column in EPISODE[1:])
+    if size not in store.schema:
+        return np.ones(len(row_ids), bool)
+    firsts, sizes = row_ids - store.read_scalars(position, row_ids), store.read_scalars(size, row_ids)
+    _, episode, counts = np.unique(firsts, return_inverse=True, return_counts=True)
+    return counts[episode] == sizes
 
 
 def _are_scored(store: TrajectoryStore, row_ids: Ints) -> npt.NDArray[np.bool_]:
