@@ -160,6 +160,13 @@ class ProgramConversation:
         program = self._program
         if program is None:
             return Step(done=True)
+        if self.session.num_repeats:
+            process_runtime().notice(
+                "an agent program sent a request again that was equal to an earlier one, and received the same "
+                "response, as a retry does. For another sample, set `n` or `seed`, or "
+                'AgentProgram(run, repeats="sample").',
+                once="repeated requests",
+            )
         try:
             if self._has_rewards or reason == FAILED:
                 return Step(done=True)

@@ -40,8 +40,7 @@ class Verifiers:
         self.config = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset), **config}
         self.has_effects = has_effects
         self._tasks: dict[int, Any] = {}
-        self._servers = contextlib.AsyncExitStack()
-        self._opening: asyncio.Future[None] | None = None
+        self._servers = _Servers()
 
     @functools.cached_property
     def env(self) -> Any:
@@ -62,7 +61,7 @@ class Verifiers:
 
     def close(self) -> None:
         """Stop its servers; at the end of the process they stop by themselves."""
-        closing = Call("verifiers", self._servers.aclose, is_async=True)
+        closing = Call("verifiers", self._servers.stack.aclose, is_async=True)
         process_runtime().begin([closing])
         if isinstance(error := process_runtime().wait(closing), BaseException):
             raise error
@@ -75,14 +74,23 @@ class Verifiers:
 
     async def serve(self) -> None:
         """Start its servers, unless they run; in the event loop of user code."""
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self._servers.enter_async_context(self.env.serving()))
-        await asyncio.shield(self._opening)
+        servers = self._servers
+        if servers.opening is None:
+            servers.opening = asyncio.ensure_future(servers.stack.enter_async_context(self.env.serving()))
+        await asyncio.shield(servers.opening)
 
     def __call__(self) -> ProgramConversation:
         """Return a new conversation."""
         self.env  # noqa: B018 - loaded here, in a thread: it takes seconds
         return _Episode(self).conversation
+
+
+class _Servers:
+    """The servers of an environment, in an object of their own: whether they run is no part of what it is."""
+
+    def __init__(self) -> None:
+        self.stack = contextlib.AsyncExitStack()
+        self.opening: asyncio.Future[None] | None = None
 
 
 class _OneAgent(ChatSession):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import multiprocessing
 import os
 import signal
@@ -14,11 +15,25 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pipeline import Evaluate, FrozenLake, LakeMaps, Pipeline, Step, Turn
+from rlhf_pipeline import (
+    AgentProgram,
+    Buffer,
+    Collect,
+    Evaluate,
+    FrozenLake,
+    LakeMaps,
+    Learn,
+    Pipeline,
+    Prompt,
+    Prompts,
+    Step,
+    TinyPolicy,
+    Turn,
+)
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
-from tests.rlhf_pipeline.small import collect, learn, weights
+from tests.rlhf_pipeline.small import CHAT_TEMPLATE, collect, learn, weights
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(280)]
@@ -76,6 +91,42 @@ def by_turns() -> Pipeline:
     return pipeline(write__estimator="turn_grpo", collect__retries=1)
 
 
+async def asks(base_url: str, api_key: str, prompt: Prompt) -> float:
+    """Two turns with a sub-agent between them; it ends its process at a request of the count of `Dies`."""
+    openai = importlib.import_module("openai")
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(*texts: str) -> str:
+            Dies.turns += 1
+            if str(Dies.turns) == os.environ.get(KILL_AT):
+                os.kill(os.getpid(), signal.SIGKILL)
+            roles = ("user", "assistant") * 2
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            return answer.choices[0].message.content
+
+        first = await ask(prompt.text)
+        agent = await ask(prompt.text[:1])
+        second = await ask(prompt.text, first, "7")
+    return float((first + agent + second).count("1"))
+
+
+def programs() -> Pipeline:
+    """Agent programs, whose episodes have two rows."""
+    letters = TinyPolicy(
+        alphabet="0123456789+UAT:\n", hidden_size=16, num_layers=1, num_heads=2, chat_template=CHAT_TEMPLATE
+    )
+    return Pipeline(
+        name="programs",
+        policy=letters,
+        prompts=Prompts(rows=[{"question": f"{number}", "answer": ""} for number in range(12, 20)]),
+        environment=AgentProgram(asks),
+        collect=Collect(prompts_per_rollout=3, group_size=4, max_new_tokens=4, max_row_tokens=60),
+        buffer=Buffer(max_staleness=1),
+        learn=Learn(steps=4, lr=1e-2, checkpoint_every=1),
+    )
+
+
 def in_a_process(act: Callable[[], object], kill_at: int | None = None) -> Any:
     """Start something in a process that dies at this turn."""
 
@@ -101,7 +152,7 @@ def stores(run_dir: Path) -> dict[str, dict[str, list[Any]]]:
     return found
 
 
-@pytest.mark.parametrize("made", [evaluated, by_turns, of_several_rows])
+@pytest.mark.parametrize("made", [evaluated, by_turns, of_several_rows, programs])
 def test_a_run_killed_in_its_conversations(made, tmp_path):
     """Killed early, in the middle and late, in rollouts and in evaluations."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
