@@ -12,12 +12,79 @@ from trajectory_store.ragged import Int64Array, expand
 _BEFORE_ALL = -1 << 63
 
 
+class Arrivals:
+    """The ids of a store in the order of arrival, as of one moment, without an id per row in memory.
+
+    They are runs of consecutive ids: a slice makes the ids of its rows, and a store of 10^6 rows that one process wrote
+    has a few runs. Later commits do not change it.
+
+    >>> arrivals = Arrivals(np.array([10, 40]), np.array([3, 5]))  # 10, 11, 12 and 40, 41
+    >>> len(arrivals), arrivals[1:4].tolist(), arrivals[-1:].tolist(), arrivals.position(41), arrivals.position(13)
+    (5, [11, 12, 40], [41], 4, None)
+    """
+
+    def __init__(self, firsts: Int64Array, ends: Int64Array) -> None:
+        self._firsts, self._ends = firsts, ends
+        """The first id of each run, and the position after its last one."""
+
+    @classmethod
+    def of_ids(cls, ids: Int64Array) -> Arrivals:
+        """Return ids in an order as runs."""
+        ends = np.append(np.flatnonzero(ids[1:] != ids[:-1] + 1) + 1, len(ids)) if len(ids) else ids
+        return cls(ids[np.append(0, ends[:-1])] if len(ids) else ids, ends)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, part: slice) -> Int64Array:
+        """Return the ids of a range of positions, [K] int64."""
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise IndexError("a range of positions has the step 1.")
+        if start >= stop:
+            return np.empty(0, np.int64)
+        first, last = np.searchsorted(self._ends, [start, stop - 1], "right").tolist()
+        runs = slice(first, last + 1)
+        ends = np.minimum(self._ends[runs], stop)
+        begins = np.concatenate([[start], ends[:-1]])
+        before = self._ends[first - 1] if first else 0
+        firsts = self._firsts[runs].copy()
+        firsts[0] += start - before
+        return expand(firsts, ends - begins)
+
+    def position(self, row_id: int) -> int | None:
+        """Return the position of an id, or None if it is not among these."""
+        begins = np.concatenate([[0], self._ends[:-1]]) if len(self._ends) else self._ends
+        run = np.flatnonzero((self._firsts <= row_id) & (row_id < self._firsts + self._ends - begins))
+        return int(begins[run[0]] + row_id - self._firsts[run[0]]) if len(run) else None
+
+    def newest(self, most: int | None) -> Arrivals:
+        """Return the newest of these, at most this many; None returns all."""
+        skip = 0 if most is None else max(0, len(self) - most)
+        return self.between(skip, len(self)) if skip else self
+
+    def between(self, start: int, stop: int) -> Arrivals:
+        """Return those at a range of positions."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        if start >= stop:
+            return Arrivals(np.empty(0, np.int64), np.empty(0, np.int64))
+        first, last = np.searchsorted(self._ends, [start, stop - 1], "right").tolist()
+        firsts = self._firsts[first : last + 1].copy()
+        firsts[0] += start - (int(self._ends[first - 1]) if first else 0)
+        return Arrivals(firsts, np.minimum(self._ends[first : last + 1], stop) - start)
+
+    def runs(self) -> tuple[Int64Array, Int64Array]:
+        """Return the first id and the length of each run."""
+        return self._firsts, np.diff(self._ends, prepend=0)
+
+
 class ArrivalOrder:
     """All ids of a store in the order in which they were committed.
 
     The key is (time of the commit, id); ids hold the segment's ordinal above the row, and a segment's times
     grow with its rows, so the order is total and the same for every reader. New commits are appended
-    to what is known; only where several writers interleave is the order sorted again.
+    to what is known; only where several writers interleave is the order sorted again. It is kept as runs; an array
+    with an id per row is made when `ids` is called first, and extended from then on.
     """
 
     def __init__(self) -> None:
@@ -25,6 +92,7 @@ class ArrivalOrder:
         self._ends: Int64Array = np.empty(0, np.int64)
         self._ids: Int64Array = np.empty(0, np.int64)
         self._count = 0
+        """How many ids the array has."""
         self._last = (_BEFORE_ALL, _BEFORE_ALL)
         self._seen: dict[int, tuple[int, int]] = {}
 
@@ -64,9 +132,20 @@ class ArrivalOrder:
             self.update(segments)
             return
         self._last = (int(times[-1]), int(firsts[-1]))
-        self._append(expand(firsts, counts))
+        self._append(firsts, counts)
 
-    def _append(self, ids: Int64Array) -> None:
+    def _append(self, firsts: Int64Array, counts: Int64Array) -> None:
+        """Add runs; one that continues the run before it becomes part of it."""
+        known = int(self._ends[-1]) if len(self._ends) else 0
+        if known:  # the last run may continue
+            begin = int(self._ends[-2]) if len(self._ends) > 1 else 0
+            firsts, counts = np.append(self._firsts[-1], firsts), np.append(known - begin, counts)
+            self._firsts, self._ends, known = self._firsts[:-1], self._ends[:-1], begin
+        starts = np.flatnonzero(np.append(True, firsts[1:] != firsts[:-1] + counts[:-1]))
+        ends = known + np.cumsum(counts)[np.append(starts[1:], len(counts)) - 1]
+        self._firsts, self._ends = np.concatenate([self._firsts, firsts[starts]]), np.concatenate([self._ends, ends])
+
+    def _extend(self, ids: Int64Array) -> None:
         need = self._count + len(ids)
         if not self._count:
             self._ids = ids
@@ -77,22 +156,15 @@ class ArrivalOrder:
         self._ids[self._count : need] = ids
         self._count = need
 
+    def arrivals(self) -> Arrivals:
+        """Return the order, which later calls do not change."""
+        return Arrivals(self._firsts, self._ends)
+
     def ids(self) -> Int64Array:
         """Return the ids as a read-only view that later calls do not change."""
+        arrivals = self.arrivals()
+        if self._count < len(arrivals):
+            self._extend(arrivals[self._count :])
         view = self._ids[: self._count]
         view.flags.writeable = False
         return view
-
-    def runs(self) -> tuple[Int64Array, Int64Array]:
-        """Return the ids as runs of consecutive ones: the first id and the length of each. Computed on demand."""
-        known = int(self._ends[-1]) if len(self._ends) else 0
-        if known < self._count:
-            start = max(known - 1, 0)
-            ids = self._ids[start : self._count]
-            ends = np.append(np.flatnonzero(ids[1:] != ids[:-1] + 1) + 1, len(ids)) + start
-            if known:  # the last run may go on
-                self._ends, self._firsts = self._ends[:-1], self._firsts[:-1]
-            begins = np.concatenate([self._ends[-1:] if len(self._ends) else [0], ends[:-1]])
-            self._firsts = np.concatenate([self._firsts, self._ids[begins]])
-            self._ends = np.concatenate([self._ends, ends])
-        return self._firsts, np.diff(self._ends, prepend=0)

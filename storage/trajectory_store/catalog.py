@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import fork_safety, fs
-from trajectory_store.arrival import ArrivalOrder
+from trajectory_store.arrival import ArrivalOrder, Arrivals
 from trajectory_store.backend import Gap, Medium, Rows, Segment
 from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
 from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError, StoreError
@@ -583,20 +583,30 @@ class Catalog:
         """The time of the newest update that this reader sees, ns since the epoch; 0 if there is none."""
         return max((s.time_span()[1] for s in list(self.updates.values()) if s.rows), default=0)
 
+    def arrivals(self) -> Arrivals:
+        """Return the order of arrival of all rows."""
+        with self.lock:
+            self._order_rows()
+            return self.order.arrivals()
+
     def ids(self) -> Int64Array:
         """All ids in the order of arrival."""
         with self.lock:
-            while self._order_generation != self.generation:
-                try:
-                    self.order.update(self.row_segments())
-                except CorruptionError:
-                    rows = [(segment, slice(0, segment.rows)) for segment in self.row_segments() if segment.meta.merged]
-                    if not self.find_damage(rows, (ROW_TIME,)):
-                        raise
-                    continue
-                self._order_generation = self.generation
-                self._see()
+            self._order_rows()
             return self.order.ids()
+
+    def _order_rows(self) -> None:
+        """Bring the order up to date; the lock is taken."""
+        while self._order_generation != self.generation:
+            try:
+                self.order.update(self.row_segments())
+            except CorruptionError:
+                rows = [(segment, slice(0, segment.rows)) for segment in self.row_segments() if segment.meta.merged]
+                if not self.find_damage(rows, (ROW_TIME,)):
+                    raise
+                continue
+            self._order_generation = self.generation
+            self._see()
 
     def newest(self, most: int | None) -> tuple[Int64Array, list[tuple[int, int, int]] | None]:
         """Return the ids of the newest rows in the order of arrival, and their runs `(segment, first row, rows)`.
@@ -615,7 +625,7 @@ class Catalog:
 
     def _runs(self, skip: int) -> list[tuple[int, int, int]]:
         """Return all rows but the first `skip`, as runs; `ids` has brought the order up to date."""
-        firsts, counts = self.order.runs()
+        firsts, counts = self.order.arrivals().runs()
         out: list[tuple[int, int, int]] = []
         if not len(firsts):
             return out

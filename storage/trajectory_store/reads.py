@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.arrival import Arrivals
 from trajectory_store.backend import Gap, Segment
 from trajectory_store.batch import Batch
 from trajectory_store.catalog import Catalog
@@ -201,6 +202,17 @@ class StoreReads:
         return ids if limit is None else ids[max(0, len(ids) - limit) :]
 
     @following
+    def arrivals(self) -> Arrivals:
+        """Return the rows of `ids()` as a sequence whose slices are ids, with no id per row in memory.
+
+        What looks at the newest rows, or passes over all of them in parts, needs no more.
+        """
+        self._check_open()
+        if self._then is not None:
+            return Arrivals.of_ids(self.ids())
+        return self._catalog.arrivals().newest(self._root.max_trajectories)
+
+    @following
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """`[B]` bool: which of some ids `ids()` has; it costs what those ids cost, however many rows there are."""
         self._check_open()
@@ -333,7 +345,7 @@ class StoreReads:
         """
         if rows < 1:
             raise SchemaError(f"rows={rows} must be 1 or more.")
-        among, before = self.ids() if ids is None else as_ids(ids), set[int]()
+        among, before = self.arrivals() if ids is None else as_ids(ids), set[int]()
         for part, values in self._parts(
             among, rows, lambda part: self.read(part, columns, checked=checked), every=ids is None
         ):
@@ -341,7 +353,7 @@ class StoreReads:
             before = self._passed(before, part)
 
     def _parts(
-        self, ids: Int64Array, rows: int, read: Callable[[Int64Array], R], *, every: bool
+        self, ids: Int64Array | Arrivals, rows: int, read: Callable[[Int64Array], R], *, every: bool
     ) -> Iterator[tuple[Int64Array, R]]:
         """Yield ids, some at a time, and what was read of them; of all rows without those that are found damaged."""
         for first in range(0, len(ids), rows):
