@@ -27,12 +27,12 @@ class NewIds:
         if before is not None and watermark == before.watermark:
             return np.empty(0, np.int64)
         self._before = self._store.snapshot()
-        ids = np.asarray(self._store.ids())
+        arrivals = self._store.arrivals()
         if before is None:
-            return ids
+            return arrivals[:]
         num = watermark - before.watermark
-        new = before.later(ids[-2 * num :])
-        return new if len(new) >= num else before.later(ids)  # a slow writer's rows are further back
+        new = before.later(arrivals[-2 * num :])
+        return new if len(new) >= num else before.later(arrivals[:])  # a slow writer's rows are further back
 
 
 class StoredGroups:

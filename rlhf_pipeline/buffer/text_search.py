@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,15 @@ def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray
     return rows.values, rows.offsets
 
 
-def search(store: Any, name: str, text: str, ids: Ids) -> Iterator[tuple[Ids, int]]:
+class SomeIds(Protocol):
+    """Ids of rows, whose slices are arrays: an array, or a sequence that makes them when they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Ids: ...
+
+
+def search(store: Any, name: str, text: str, ids: SomeIds) -> Iterator[tuple[Ids, int]]:
     """Find a text in a text column, newest rows first, about 4 MB at a time.
 
     ASCII letters of either case are equal.
@@ -42,7 +50,7 @@ def search(store: Any, name: str, text: str, ids: Ids) -> Iterator[tuple[Ids, in
         store: an open store.
         name: a text column.
         text: the text; not empty.
-        ids: the rows to search, in the order of arrival, [N].
+        ids: the rows to search, in the order of arrival.
 
     Yields:
         Places in `ids` that have the text, ascending, and the place down to which was searched.

@@ -74,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
         rows = compare_rows(left, right, ignore=args.ignore, on_rows=Ticker("compared"))
         # Settings that made no difference, and columns that only one side has, count as remarks.
         same = (steps is None or steps.same) and rows["same"]
-        sizes = [len(side.ids()) for side in sides]
+        sizes = [len(side.store) for side in sides]
     if args.json:
         comparison = {"config": config, "steps": None if steps is None else asdict(steps), "trajectories": rows}
         say_json({"same": same, "left": args.left, "right": args.right, **comparison})

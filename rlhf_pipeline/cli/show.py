@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
         elif args.step is not None:
             ids = view.batch(args.step)
         else:
-            ids = view.stored.ids()[-(args.last or 1) :]
+            ids = view.stored.store.arrivals()[-(args.last or 1) :]
         if not len(ids):
             raise DataError(_nothing(view, step))
         whole = args.full or len(ids) == 1

@@ -83,7 +83,7 @@ def stored_last_rows(store: StoreReads, ids: Ints | None = None, *, checked: boo
         checked: as for `TrajectoryStore.read_scalars`.
     """
     if EPISODE_SIZE not in store.schema:
-        return np.ones(len(store.ids()) if ids is None else len(ids), np.bool_)
+        return np.ones(len(store) if ids is None else len(ids), np.bool_)
     position, size = (store.read_scalars(str(name), ids, checked=checked) for name in (EPISODE_ROW, EPISODE_SIZE))
     return position == size - 1
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -19,7 +21,10 @@ from rlhf_pipeline.run.folder import RunFolder, is_store
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_problem
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.selection import Choice
-from trajectory_store import StoreError
+from trajectory_store import StoreError, TrajectoryStore
+
+_STEPS_AT_ONCE: Final = 1024
+"""Ledger rows whose trajectories are looked up together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,29 +127,37 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
         return
     try:
         with Stored(run.store_path) as stored:
-            ids = np.sort(stored.ids())
+            uses = _uses(run, stored.store)
     except StoreError:
         return  # the store's own check has reported it
-    limited = run.config.pipeline.get("buffer", {}).get("max_trajectories") is not None
-    num_uses, evicted, missing = 0, 0, 0
-    example = ""
-    for row in run.ledger:
-        used: Ids = np.asarray(row.get("row_ids", []), np.int64)
-        num_uses += len(used)
-        places = np.minimum(np.searchsorted(ids, used), max(len(ids) - 1, 0))
-        absent = used[ids[places] != used] if len(ids) else used
-        # The oldest segments are evicted first, so evicted rows have smaller ids than the remaining ones.
-        gone = int((absent < ids[0]).sum()) if limited and len(ids) else 0
-        evicted += gone
-        if len(absent) > gone:
-            missing += len(absent) - gone
-            example = example or f"step {row['step']} used trajectory {absent[-1]}"
+    num_uses, evicted, missing, example = uses
     if missing:
         text = f"{count(missing, 'trajectory')} that the ledger names are not in the store ({example})"
         yield Finding(part="ledger ids", ok=False, text=text)
         return
     left = f" or evicted since ({evicted:,}), as max_trajectories asks" if evicted else ""
     yield Finding(part="ledger ids", ok=True, text=f"{num_uses:,} uses of trajectories, all of them in the store{left}")
+
+
+def _uses(run: RunFolder, store: TrajectoryStore) -> tuple[int, int, int, str]:
+    """Return how many uses the ledger names, how many of them of evicted and of missing rows, and an example."""
+    limited = run.config.pipeline.get("buffer", {}).get("max_trajectories") is not None
+    firsts, _ = store.arrivals().runs()
+    oldest = int(firsts.min()) if len(firsts) and limited else -1
+    num_uses, evicted, missing, example = 0, 0, 0, ""
+    ledger = iter(run.ledger)
+    while rows := list(itertools.islice(ledger, _STEPS_AT_ONCE)):
+        steps = np.concatenate([np.full(len(row.get("row_ids", ())), row["step"]) for row in rows])
+        used: Ids = np.concatenate([np.asarray(row.get("row_ids", ()), np.int64) for row in rows])
+        num_uses += len(used)
+        is_absent = ~store.holds(used)
+        # The oldest segments are evicted first, so evicted rows have smaller ids than the remaining ones.
+        is_evicted = is_absent & (used < oldest)
+        evicted += int(is_evicted.sum())
+        if (at := np.flatnonzero(is_absent & ~is_evicted)).size:
+            missing += len(at)
+            example = example or f"step {steps[at[0]]} used trajectory {used[at[0]]}"
+    return num_uses, evicted, missing, example
 
 
 def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:

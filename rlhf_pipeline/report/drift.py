@@ -74,22 +74,22 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
 
 def _continued(stored: Stored) -> Iterator[tuple[int, str]]:
     """Compare continued conversations with those that they continue, where these are still stored."""
-    ids, parents = stored.ids(), stored.scalars("parent_id")
+    arrivals, parents = stored.store.arrivals(), stored.scalars("parent_id")
     trajectory_ids = stored.scalars("trajectory_id")
     if parents is None or trajectory_ids is None:
         return
     order = np.argsort(trajectory_ids, kind="stable")
     for at in np.flatnonzero(parents >= 0).tolist():
-        place = min(int(np.searchsorted(trajectory_ids, parents[at], sorter=order)), len(ids) - 1)
+        place = min(int(np.searchsorted(trajectory_ids, parents[at], sorter=order)), len(arrivals) - 1)
         if trajectory_ids[order[place]] != parents[at]:
             continue
-        pair: Ids = ids[[at, order[place]]]
+        pair: Ids = arrivals.take(np.array([at, order[place]]))
         rows: dict[str, Any] = stored.store.read(pair, ["input_ids", "num_prompt_tokens"])
         child, parent = rows["input_ids"]
         common = min(int(rows["num_prompt_tokens"][0]), len(parent))
         if (wrong := np.flatnonzero(child[:common] != parent[:common])).size:
             yield (
-                int(ids[at]),
+                int(pair[0]),
                 f"it continues trajectory {parents[at]}, and token {wrong[0]} is another than was sampled there",
             )
 

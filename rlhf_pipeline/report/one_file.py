@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from rlhf_pipeline.errors import RunStorageError, typed
 from rlhf_pipeline.report.query import LISTS, Answer, View
+from rlhf_pipeline.report.scans import all_rows, page_of
 from rlhf_pipeline.report.stored import Ids
 from rlhf_pipeline.report.view.answers import answer
 from rlhf_pipeline.run.address import Address, below
@@ -29,6 +31,8 @@ _GROUPS = 48
 """Groups of such a step, whose cells show the rewards of all of a group's members."""
 _EACH = 12
 _TOKENS = 1024
+_ROWS_AT_ONCE = 64
+"""Rows from all over a store that are read without what lies between them."""
 _EMPTY: Final = {
     **{"total": 0, "matched": 0, "complete": True, "scanned_to": 0, "offset": 0, "snapshot": 0},
     "rows": list[Answer](),
@@ -151,9 +155,11 @@ def _rows_of(view: View, here: str, most: int) -> Answer:
         if used > most:
             break
         items[id] = item
-    rows = view.rows(np.array(sorted(items), np.int64), [field["name"] for field in fields])
+    chosen, names = np.array(sorted(items), np.int64), [field["name"] for field in fields]
+    parts = (chosen[first : first + _ROWS_AT_ONCE] for first in range(0, len(chosen), _ROWS_AT_ONCE))
+    rows = [row for part in parts for row in view.rows(part, names)]
     answers: Answer = {
-        f"{here}/trajectories": {**_EMPTY, "total": len(view.stored.ids()), "rows": rows},
+        f"{here}/trajectories": {**_EMPTY, "total": len(view.stored.store), "rows": rows},
         f"{here}/facets": view.facets(),
         f"{here}/fields": fields,
     }
@@ -173,18 +179,23 @@ def choose(view: View) -> list[int]:
     A group of the first, the last and evenly spaced steps, the highest and lowest rewards, failures, the first and the
     last to arrive, one of each of some versions, and a random sample, which is the same each time.
     """
-    ids = view.stored.ids()
-    rewards, versions = view.stored.scalars("task_reward"), view.stored.scalars("policy_version")
-    values = np.full(len(ids), np.nan) if rewards is None else rewards.astype(np.float64)
-    order = ids[np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")]
-    graded = order[: int(np.isfinite(values).sum())]
-    sample = np.random.default_rng(0).permutation(len(ids))[: 4 * _EACH]
-    parts: list[Ids] = [ids[:_EACH], ids[-_EACH:], graded[::-1][:_EACH], graded[:_EACH]]
-    parts += [ids[np.isnan(values)][-_EACH:], *_of_steps(view)]
-    if versions is not None and len(ids):
-        first = np.unique(versions, return_index=True)[1]
-        parts.append(ids[first[np.unique(np.linspace(0, len(first) - 1, 4 * _EACH).round().astype(int))]])
-    return list(dict.fromkeys(np.concatenate([*parts, ids[sample]]).tolist()))
+    rows = all_rows(view.stored)
+    graded = rows.meeting(lambda ids: _is_graded(view, ids))
+    failed = rows.meeting(lambda ids: ~_is_graded(view, ids))
+    extremes = [page_of(view.stored, graded, sort, 0, _EACH) for sort in ("-reward", "reward")] if len(graded) else []
+    places = np.unique(np.linspace(0, max(len(rows) - 1, 0), 4 * _EACH).round().astype(np.int64))[: len(rows)]
+    spread = rows.arrivals.take(places) if len(rows) else rows[:0]
+    versions = view.stored.scalars("policy_version", spread)
+    sample = np.random.default_rng(0).choice(len(rows), min(4 * _EACH, len(rows)), replace=False)
+    parts: list[Ids] = [rows[:_EACH], rows[-_EACH:], *extremes, failed[-_EACH:], *_of_steps(view)]
+    if versions is not None:
+        parts.append(spread[np.unique(versions, return_index=True)[1]])
+    return list(dict.fromkeys(np.concatenate([*parts, rows.arrivals.take(np.sort(sample))]).tolist()))
+
+
+def _is_graded(view: View, ids: Ids) -> npt.NDArray[np.bool_]:
+    rewards = view.stored.scalars("task_reward", ids)
+    return np.zeros(len(ids), bool) if rewards is None else np.isfinite(rewards)
 
 
 def _steps(view: View) -> list[int]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,8 @@ from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.causes import Causes, cause_of, messages
 from rlhf_pipeline.report.figures import figure_of
-from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, order_of, values_of
+from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, values_of
+from rlhf_pipeline.report.scans import Matches, all_rows, by_version, page_of, rows_with, text_counts
 from rlhf_pipeline.report.steps import groups_of, num_groups, uses_of
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
@@ -61,6 +63,8 @@ _LISTED: Final = 100
 _MOST_EVALUATED = 32
 """Rows of an evaluation that a step shows; its store has all."""
 _BARS = 8
+_MOST_VERSIONS: Final = 200
+_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _EARLIER = 40
 """Characters of a completion that are shown before a hit."""
 
@@ -70,25 +74,28 @@ class _Search:
     """How far a search has come, newest rows first, and what it has found."""
 
     left: Iterator[tuple[Ids, int]]
-    among: Ids
-    """The rows that meet the conditions, places in the order of arrival."""
+    among: Matches
+    """The rows that meet the conditions."""
     match_places: list[Ids] = field(default_factory=list[Ids])
-    """Places of hits, ascending within a part and the newest part first."""
+    """Places of hits in the order of arrival, ascending within a part and the newest part first."""
     hits: int = 0
     down_to: int = 0
     """Rows from this place on were looked at."""
 
-    def hits_of(self, ids: Ids) -> Ids:
-        """Return the ids that were found so far, in the order of arrival."""
-        return ids[np.concatenate([np.zeros(0, np.int64), *self.match_places[::-1]])]
+    @property
+    def matches(self) -> Matches:
+        """The rows that were found so far."""
+        places = np.concatenate([np.zeros(0, np.int64), *self.match_places[::-1]])
+        return Matches(self.among.arrivals, places)
 
     def go_on(self, seconds: float, enough: int | None) -> None:
         """Search for some seconds, or until there are enough hits and the shorter time has passed."""
         began = time.perf_counter()
         for places, first in self.left:
-            self.match_places.append(self.among[places])
+            positions = self.among.positions
+            self.match_places.append(places if positions is None else positions[places])
             self.hits += len(places)
-            self.down_to = int(self.among[first]) if first else 0
+            self.down_to = first if positions is None or not first else int(positions[first])
             took = time.perf_counter() - began
             if took > seconds or (enough is not None and self.hits >= enough and took > _ENOUGH_S):
                 return
@@ -146,7 +153,6 @@ class View:
         rows = self.metrics_rows()
         ends = [row["task_reward"] for row in (*rows[:8], *rows[-8:]) if row.get("task_reward") is not None]
         pipeline = self.run.config.pipeline if self.run is not None else {}
-        rewards = self._floats("task_reward") if watermark else np.zeros(0)
         return {
             "name": self.name,
             "address": str(self.address),
@@ -159,7 +165,7 @@ class View:
             "reward_last": ends[-1] if ends else None,
             "evaluation": self._newest_evaluation(pipeline),
             "stored": len(self.stored.store) if watermark else 0,
-            "failed": int(self._lacks_reward(rewards).sum()),
+            "failed": all_rows(self.stored).count(self._lacks_reward) if watermark else 0,
             "watermark": watermark,
             "updated": rows[-1].get("time") if len(rows) else None,
             "processes": self.processes(),
@@ -261,19 +267,18 @@ class View:
             columns: fields whose values the rows have besides.
             prompt_of: only rows of the same prompt as this trajectory.
         """
-        stored, ids = self.stored, self._ids(snapshot)
+        stored, among = self.stored, self._rows(snapshot)
         if text and (column not in ("completion", "prompt") or column not in stored.columns):
             raise MissingKeyError(f"{self.name} has no text column '{column}' to search in.")
         if text:
-            hunt = self._search(text, column, where, prompt_of, ids, snapshot)
+            hunt = self._search(text, column, where, prompt_of, among, snapshot)
             hunt.go_on(_BUDGET_S, None if everything or sort != "-id" else offset + limit + 1)
-            matches, scanned = hunt.hits_of(ids), hunt.down_to
+            matches, scanned = hunt.matches, hunt.down_to
         else:
-            keep, scanned = self._keep(where, prompt_of, ids), 0
-            matches = ids if keep.all() else ids[keep]
-        page = self._page(matches, sort, offset, min(max(limit, 1), MOST_ROWS))
+            matches, scanned = self._meeting(where, prompt_of, among), 0
+        page = page_of(stored, matches, sort, offset, min(max(limit, 1), MOST_ROWS))
         return {
-            "total": len(ids),
+            "total": len(among),
             "matched": len(matches),
             "complete": scanned == 0,
             "scanned_to": scanned,
@@ -283,15 +288,15 @@ class View:
         }
 
     def _search(
-        self, text: str, column: str, where: Sequence[str], prompt_of: int | None, ids: Ids, snapshot: int | None
+        self, text: str, column: str, where: Sequence[str], prompt_of: int | None, among: Matches, snapshot: int | None
     ) -> _Search:
         """Return the search for a text as far as it has come; the last few are kept."""
         watermark = self.stored.store.watermark if snapshot is None else snapshot
-        key = (text, column, tuple(where), prompt_of, watermark, len(ids))
+        key = (text, column, tuple(where), prompt_of, watermark, len(among))
         hunt = self._searches.pop(key, None)
         if hunt is None:
-            among = np.flatnonzero(self._keep(where, prompt_of, ids))
-            hunt = _Search(search(self.stored.store, column, text, ids[among]), among, down_to=len(ids))
+            matches = self._meeting(where, prompt_of, among)
+            hunt = _Search(search(self.stored.store, column, text, matches), matches, down_to=len(among))
         self._searches[key] = hunt
         while len(self._searches) > _SEARCHES:
             self._searches.popitem(last=False)
@@ -308,11 +313,13 @@ class View:
             conditions.append(f'prompt=="{self._prompt_of(prompt_of).decode()}"')
         return conditions
 
-    def _keep(self, where: Sequence[str], prompt_of: int | None, ids: Ids) -> npt.NDArray[np.bool_]:
-        keep = meets(self.stored.store, where, ids)
+    def _meeting(self, where: Sequence[str], prompt_of: int | None, among: Matches) -> Matches:
+        if where:
+            among = among.meeting(lambda ids: meets(self.stored.store, where, ids))
         if prompt_of is not None:
-            keep &= self._of_prompt(self._prompt_of(prompt_of), ids)
-        return keep
+            prompt = self._prompt_of(prompt_of)
+            among = among.meeting(lambda ids: self._of_prompt(prompt, ids))
+        return among
 
     def _prompt_of(self, id: int) -> bytes:
         self._check_there(id)
@@ -321,23 +328,21 @@ class View:
         return text_bytes(self.stored.store, "prompt", np.array([id], np.int64))[0].tobytes()
 
     def _of_prompt(self, prompt: bytes, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return which trajectories have a prompt, compared by bytes in blocks."""
+        """Return which of some trajectories have a prompt, compared by bytes."""
         keep, prompt_bytes = np.zeros(len(ids), bool), np.frombuffer(prompt, np.uint8)
-        for first in range(0, len(ids), _BLOCK_ROWS):
-            flat, starts = text_bytes(self.stored.store, "prompt", ids[first : first + _BLOCK_ROWS])
-            rows = np.flatnonzero(np.diff(starts) == len(prompt_bytes))
-            for begin in range(0, len(prompt_bytes), 64):  # few rows are left after the first part
-                part = prompt_bytes[begin : begin + 64]
-                rows = rows[(flat[starts[rows, None] + np.arange(begin, begin + len(part))] == part).all(1)]
-            keep[first + rows] = True
+        flat, starts = text_bytes(self.stored.store, "prompt", ids)
+        rows = np.flatnonzero(np.diff(starts) == len(prompt_bytes))
+        for begin in range(0, len(prompt_bytes), 64):  # few rows are left after the first part
+            part = prompt_bytes[begin : begin + 64]
+            rows = rows[(flat[starts[rows, None] + np.arange(begin, begin + len(part))] == part).all(1)]
+        keep[rows] = True
         return keep
 
     def prompt(self, text: bytes) -> Answer:
         """Return how a prompt went over the versions of the policy: `versions`, with `num`, `reward`, `best`."""
-        ids = self._ids(None)
         if "prompt" not in self.stored.columns:
             return {"name": self.name, "num": 0, "versions": [], "newest": None}
-        matches = ids[self._of_prompt(text, ids)]
+        matches = all_rows(self.stored).meeting(lambda ids: self._of_prompt(text, ids))[:]
         versions = self.stored.scalars("policy_version", matches)
         rewards = self._floats("task_reward", matches)
         distinct, place = np.unique(np.zeros(len(matches), int) if versions is None else versions, return_inverse=True)
@@ -402,9 +407,9 @@ class View:
     def trajectory(self, id: int, *, first: int = 0, most: int | None = MOST_TOKENS) -> Answer:
         """Return all of one trajectory."""
         stored, single = self.stored, np.array([id], np.int64)
-        ids, here = stored.ids(), self._check_there(id)
+        here, arrivals = self._check_there(id), stored.store.arrivals()
         (row,), (context,) = self.rows(single, self._named_rewards()), stored.contexts(single)
-        near = [str(ids[at]) if 0 <= at < len(ids) else None for at in (here - 1, here + 1)]
+        near = [next(map(str, arrivals[max(at, 0) : at + 1].tolist()), None) for at in (here - 1, here + 1)]
         tokens = self._row("input_ids", single)
         head = stored.scalars("num_prompt_tokens", single)
         start = max(int(head[0]), 0) if head is not None else 0
@@ -454,12 +459,13 @@ class View:
 
     def _check_there(self, id: int) -> int:
         """Return the place of a trajectory in the order of arrival."""
-        ids = self.stored.ids()
-        here = np.flatnonzero(ids == id)
-        if not len(here):
-            available = f"It has {len(ids):,}" + (f", from id {ids[0]} to {ids[-1]}" if len(ids) else "")
+        arrivals = self.stored.store.arrivals()
+        position = arrivals.position(id)
+        if position is None:
+            ends = [int(arrivals[at][0]) for at in (slice(0, 1), slice(-1, None))] if len(arrivals) else []
+            available = f"It has {len(arrivals):,}" + (f", from id {ends[0]} to {ends[1]}" if ends else "")
             raise MissingKeyError(f"there is no trajectory {id} in {self.name}. {available}.")
-        return int(here[0])
+        return position
 
     def _turn_rewards(self, single: Ids) -> dict[str, list[float | None]]:
         """Return the rewards per turn of a trajectory, by name."""
@@ -469,12 +475,14 @@ class View:
 
     def members(self, group: int) -> Ids:
         """Return the members of a group."""
-        groups = self.stored.scalars("group_id")
-        members = self.stored.ids()[groups == group] if groups is not None else np.zeros(0, np.int64)
+        members = rows_with(self.stored, "group_id", group)
         if not len(members):
-            available = (
-                "" if groups is None or not len(groups) else f"; groups go from {groups.min()} to {groups.max()}"
-            )
+            has_groups = "group_id" in self.stored.columns
+            blocks = [
+                self.stored.store.read_scalars("group_id", ids) for ids in all_rows(self.stored).parts() if has_groups
+            ]
+            ends = min(map(np.min, blocks), default=None), max(map(np.max, blocks), default=None)
+            available = "" if ends[0] is None else f"; groups go from {ends[0]} to {ends[1]}"
             raise MissingKeyError(f"there is no group {group} in {self.name}{available}.")
         return members
 
@@ -487,7 +495,7 @@ class View:
         return {
             "group": group,
             "num": len(members),
-            "num_failed": int(self._lacks_reward(rewards, members).sum()),
+            "num_failed": int(self._lacks_reward(members).sum()),
             "reward_mean": _mean(rewards[np.isfinite(rewards)].tolist()),
             # The write path's verdict: by the returns, and by the estimator's own rule.
             "spread": None if flat is None or self._is_waiting(members) else not bool(flat.all()),
@@ -505,26 +513,29 @@ class View:
 
     def groups(self, *, newest: int = 20) -> list[Answer]:
         """Return the newest groups, newest first: number, members' rewards, mean, and the best member's text."""
-        ids, names, groups = self.stored.ids(), self.stored.scalars("group_id"), list[Answer]()
-        if names is None or not len(ids):
-            return groups
-        most, newest_groups = 64 * newest, dict[int, None]()
-        while len(newest_groups) < newest and most < 2 * len(ids) + 64 * newest:  # groups may be of any size
-            newest_groups, most = dict.fromkeys(names[-most:][::-1].tolist()), 2 * most
-        rewards, last = self._floats("task_reward"), stored_last_rows(self.stored.store, ids)
-        for name in list(newest_groups)[:newest]:
-            at = np.flatnonzero((names == name) & last)
-            mine = rewards[at]
-            (best,) = self.rows(ids[at[[int(np.argmax(np.where(np.isnan(mine), -np.inf, mine)))]]])
-            groups.append(
-                {
-                    "group": name,
-                    "rewards": [finite(value) for value in mine.tolist()],
-                    "reward_mean": _mean(mine[np.isfinite(mine)].tolist()),
-                    "best": self._cut(best),
-                }
-            )
-        return groups
+        rows, newest_groups = all_rows(self.stored), dict[int, None]()
+        if "group_id" not in self.stored.columns:
+            return []
+        end, size = len(rows), 64 * newest
+        while end and len(newest_groups) < newest:
+            first = max(end - size, 0)
+            newest_groups |= dict.fromkeys(self.stored.store.read_scalars("group_id", rows[first:end])[::-1].tolist())
+            end, size = first, min(2 * size, _BLOCK_ROWS)
+        named = np.array(list(newest_groups)[:newest], np.int64)
+        members = rows.meeting(lambda ids: np.isin(self.stored.store.read_scalars("group_id", ids), named))[:]
+        members = members[stored_last_rows(self.stored.store, members)]
+        of_member = self.stored.store.read_scalars("group_id", members)
+        return [self._brief_group(name, members[of_member == name]) for name in named.tolist()]
+
+    def _brief_group(self, name: int, members: Ids) -> Answer:
+        rewards = self._floats("task_reward", members)
+        (best,) = self.rows(members[[int(np.argmax(np.where(np.isnan(rewards), -np.inf, rewards)))]])
+        return {
+            "group": name,
+            "rewards": [finite(value) for value in rewards.tolist()],
+            "reward_mean": _mean(rewards[np.isfinite(rewards)].tolist()),
+            "best": self._cut(best),
+        }
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -603,7 +614,7 @@ class View:
         if name not in self._evaluated or self._evaluated[name][0] != watermark:
             recorded = {} if self.run is None else recorded_sets(self.run.config.pipeline)
             evaluations = stored_evaluations(view.stored.store, recorded.get(set_of_store(name), {}))
-            versions, times = view.stored.scalars("policy_version"), view._floats("created_at")
+            newest = {step: rows_with(view.stored, "policy_version", step) for step in _steps_in(evaluations)}
             names = list(dict.fromkeys(key for evaluation in evaluations for key in evaluation if key != "step"))
             self._evaluated[name] = (
                 watermark,
@@ -611,9 +622,9 @@ class View:
                     "store": name,
                     "name": set_of_store(name) or None,
                     "address": str(view.address),
-                    "num": len(view.stored.ids()),
+                    "num": len(view.stored.store),
                     "step": [evaluation["step"] for evaluation in evaluations],
-                    "time": [finite(times[versions == evaluation["step"]].max()) for evaluation in evaluations],
+                    "time": [finite(view._floats("created_at", ids).max()) for ids in newest.values()],
                     "values": {key: [finite(evaluation.get(key)) for evaluation in evaluations] for key in names},
                 },
             )
@@ -624,7 +635,7 @@ class View:
         for evaluation in self.evaluations():
             if step in evaluation["step"]:
                 at, view = evaluation["step"].index(step), self.evaluation(evaluation["store"])
-                ids = view.stored.ids()[view.stored.scalars("policy_version") == step]
+                ids = rows_with(view.stored, "policy_version", step)
                 rows = [self._cut(row) for row in view.rows(ids[:_MOST_EVALUATED])]
                 figures = {name: values[at] for name, values in evaluation["values"].items()}
                 yield {
@@ -656,30 +667,44 @@ class View:
     def stats(self, where: Sequence[str] = ()) -> Answer:
         """Return counts, rewards and lengths of the trajectories that meet conditions."""
         stored = self.stored
-        ids = self._ids(None)
-        ids = ids[meets(stored.store, where, ids)]
-        rewards, groups = self._floats("task_reward", ids), stored.scalars("group_id", ids)
+        among = self._meeting(where, None, all_rows(stored))
+
+        def gathered(name: str) -> npt.NDArray[Any] | None:
+            return among.gathered(lambda ids: stored.store.read_scalars(name, ids)) if name in stored.columns else None
+
+        has_groups = "group_id" in stored.columns
+        rewards = among.gathered(lambda ids: self._floats("task_reward", ids))
         graded = rewards[np.isfinite(rewards)]
-        versions, prompts = stored.scalars("policy_version", ids), stored.scalars("num_prompt_tokens", ids)
-        tokens = num_completion_tokens(stored.store, ids)
-        last = stored_last_rows(stored.store, ids)
-        sizes = np.unique(groups[last], return_counts=True)[1] if groups is not None else np.zeros(0, np.int64)
-        shares = (0.0, 0.25, 0.5, 0.75, 1.0)
-        return {
-            "trajectories": len(ids),
-            "groups": len(sizes),
-            "group_sizes": {int(size): int((sizes == size).sum()) for size in np.unique(sizes)},
-            "no_reward": int(self._lacks_reward(rewards, ids).sum()),
+        about: Answer = {
+            "no_reward": among.count(self._lacks_reward),
             "reward_mean": finite(graded.mean()) if len(graded) else None,
             "reward_std": finite(graded.std()) if len(graded) else None,
-            "reward_quantiles": [float(value) for value in np.quantile(graded, shares)] if len(graded) else None,
-            "prompt_tokens": None if prompts is None else int(prompts.sum(dtype=np.int64)),
+            "reward_quantiles": [float(value) for value in np.quantile(graded, _SHARES)] if len(graded) else None,
+        }
+        del rewards, graded  # a column at a time
+        episodes = among.meeting(lambda ids: stored_last_rows(stored.store, ids))
+        groups = episodes.gathered(lambda ids: stored.store.read_scalars("group_id", ids)) if has_groups else None
+        sizes = np.unique(groups, return_counts=True)[1] if groups is not None else np.zeros(0, np.int64)
+        about |= {
+            "groups": len(sizes),
+            "group_sizes": {int(size): int((sizes == size).sum()) for size in np.unique(sizes)},
+        }
+        del groups, sizes, episodes
+        tokens = among.gathered(lambda ids: num_completion_tokens(stored.store, ids)).astype(np.int64)
+        about |= {
             "completion_tokens": int(tokens.sum()),
             "lengths": _histogram(tokens),
-            "length_quantiles": [float(value) for value in np.quantile(tokens, shares)] if len(tokens) else None,
-            "versions": None if versions is None or not len(ids) else [int(versions.min()), int(versions.max())],
+            "length_quantiles": [float(value) for value in np.quantile(tokens, _SHARES)] if len(tokens) else None,
+        }
+        del tokens
+        prompts, versions = gathered("num_prompt_tokens"), gathered("policy_version")
+        return {
+            "trajectories": len(among),
+            **about,
+            "prompt_tokens": None if prompts is None else int(prompts.sum(dtype=np.int64)),
+            "versions": None if versions is None or not len(among) else [int(versions.min()), int(versions.max())],
             "num_versions": 0 if versions is None else len(np.unique(versions)),
-            "finish": self._counts("finish_reason", ids),
+            "finish": text_counts(stored, "finish_reason", among),
         }
 
     def fields(self) -> list[Answer]:
@@ -699,11 +724,11 @@ class View:
 
         With a text, of those that its search has found so far.
         """
-        ids = self._ids(snapshot)
+        among = self._rows(snapshot)
         if text:
-            ids = self._search(text, column, where, prompt_of, ids, snapshot).hits_of(ids)
+            among = self._search(text, column, where, prompt_of, among, snapshot).matches
         else:
-            ids = ids[self._keep(where, prompt_of, ids)]
+            among = self._meeting(where, prompt_of, among)
         kinds = [
             ("no reward", "task_reward==nan"),
             ("reward 1 or more", "reward>=1"),
@@ -714,11 +739,11 @@ class View:
         if "degenerate" in self.stored.columns:
             kinds.append(("no spread in its group", "degenerate==true"))
         counted = [
-            {"name": name, "where": text, "num": int(meets(self.stored.store, [text], ids).sum())}
+            {"name": name, "where": text, "num": among.count(partial(meets, self.stored.store, [text]))}
             for name, text in kinds
             if "reward" not in text or "task_reward" in self.stored.columns
         ]
-        reasons = self._counts("finish_reason", ids).items()
+        reasons = text_counts(self.stored, "finish_reason", among).items()
         counted += [{"name": name, "where": f"finish_reason=={name}", "num": num} for name, num in reasons if name]
         return {"kinds": [kind for kind in counted if kind["num"]]}
 
@@ -739,14 +764,10 @@ class View:
             worst = sorted(compared, key=lambda row: -row["sampler_gap"])[:50]
             steps = [{"step": row["step"], "gap": row["sampler_gap"]} for row in worst]
             return {"list": name, "steps": steps, "looked": len(rows), "num_steps": len(self.metrics_rows())}
-        ids = self.stored.ids()
-        trusted = self.stored.scalars("reward_trusted")
-        bad = self._lacks_reward(self._floats("task_reward")) if name == "failed" else np.zeros(len(ids), bool)
-        if name == "untrusted" and trusted is not None:
-            bad = ~trusted
+        bad = all_rows(self.stored).meeting(self._lacks_reward if name == "failed" else self._is_untrusted)[:]
         causes = self._causes[name]
-        causes.update(self.stored, ids[bad])
-        matches = causes.of(cause) if cause else ids[bad]
+        causes.update(self.stored, bad)
+        matches = causes.of(cause) if cause else bad
         newest = matches[::-1][offset : offset + _LISTED]
         errors = messages(self.stored, newest)
         rows = [
@@ -755,7 +776,7 @@ class View:
         ]
         return {
             "list": name,
-            "num": int(bad.sum()),
+            "num": len(bad),
             "num_kinds": causes.num,
             "kinds": causes.answer(),
             "cause": cause or None,
@@ -766,25 +787,17 @@ class View:
 
     def _by_version(self) -> tuple[list[Answer], int]:
         """Return reward and length by policy version, at most 200 evenly spaced ones, and how many there are."""
-        versions = self.stored.scalars("policy_version")
-        if versions is None or not len(versions):
-            return [], 0
-        rewards, lengths = self._floats("task_reward"), self.stored.store.lengths("input_ids")
-        distinct, place, num = np.unique(versions, return_inverse=True, return_counts=True)
-        graded = np.isfinite(rewards)
-        sums = np.bincount(place, np.where(graded, rewards, 0.0))
-        counts, tokens = np.bincount(place, graded), np.bincount(place, lengths)
-        some = np.unique(np.linspace(0, len(distinct) - 1, min(200, len(distinct))).round().astype(int))
-        by_version = [
+        sums = by_version(self.stored, _MOST_VERSIONS)
+        versions = [
             {
-                "version": int(distinct[at]),
-                "num": int(num[at]),
-                "reward": finite(sums[at] / counts[at]) if counts[at] else None,
-                "tokens": float(tokens[at] / num[at]),
+                "version": int(sums.versions[at]),
+                "num": int(sums.num[at]),
+                "reward": finite(sums.rewards[at] / sums.graded[at]) if sums.graded[at] else None,
+                "tokens": float(sums.tokens[at] / sums.num[at]),
             }
-            for at in some
+            for at in range(len(sums.versions))
         ]
-        return by_version, len(distinct)
+        return versions, sums.num_versions
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -796,47 +809,25 @@ class View:
         """Return the rows of the ledger as they are now, `StepRows`; empty for a store alone."""
         return self.run.rows(self.run.ledger_file) if self.run is not None else ()
 
-    def _ids(self, snapshot: int | None) -> Ids:
-        ids = self.stored.ids()
-        return ids if snapshot is None else ids[: max(snapshot - (self.stored.store.watermark - len(ids)), 0)]
+    def _rows(self, snapshot: int | None) -> Matches:
+        """Return all rows, or those of an earlier watermark."""
+        arrivals = self.stored.store.arrivals()
+        if snapshot is not None:
+            evicted = self.stored.store.watermark - len(arrivals)
+            arrivals = arrivals.between(0, max(snapshot - evicted, 0))
+        return Matches(arrivals)
 
-    def _lacks_reward(self, rewards: npt.NDArray[np.float64], ids: Ids | None = None) -> npt.NDArray[np.bool_]:
-        """Return which rows have no reward; of an episode of several rows only the last one has it."""
-        return np.isnan(rewards) & stored_last_rows(self.stored.store, self.stored.ids() if ids is None else ids)
-
-    def _floats(self, name: str, ids: Ids | None = None) -> npt.NDArray[np.float64]:
+    def _floats(self, name: str, ids: Ids) -> npt.NDArray[np.float64]:
         values = self.stored.scalars(name, ids)
-        num = len(self.stored.ids() if ids is None else ids)
-        return np.full(num, np.nan) if values is None else values.astype(np.float64)
+        return np.full(len(ids), np.nan) if values is None else values.astype(np.float64)
 
-    def _counts(self, name: str, ids: Ids) -> dict[str, int]:
-        """Count a text column's values by their bytes."""
-        counts: Counter[bytes] = Counter()
-        for first in range(0, len(ids) if name in self.stored.columns else 0, _BLOCK_ROWS):
-            flat, starts = text_bytes(self.stored.store, name, ids[first : first + _BLOCK_ROWS])
-            lengths = np.diff(starts)
-            for length in np.unique(lengths).tolist():
-                rows = flat[starts[:-1][lengths == length, None] + np.arange(length)]
-                texts = np.ascontiguousarray(rows).view(f"V{length}").ravel() if length else np.zeros(0, "V1")
-                counts[b""] += 0 if length else int((lengths == 0).sum())
-                for text, num in zip(*np.unique(texts, return_counts=True), strict=True):
-                    counts[text.tobytes()] += int(num)
-        return {text.decode("utf-8", "replace"): num for text, num in counts.most_common(50) if num}
+    def _lacks_reward(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return which rows have no reward; of an episode of several rows only the last one has it."""
+        return np.isnan(self._floats("task_reward", ids)) & stored_last_rows(self.stored.store, ids)
 
-    def _page(self, ids: Ids, sort: str, offset: int, limit: int) -> Ids:
-        """Return a page of ids in an order; only as much is sorted as the page needs. NaN comes last."""
-        key, down = sort.removeprefix("-"), sort[0] == "-"
-        if key == "id":
-            return (ids[::-1] if down else ids)[offset : offset + limit]
-        values = order_of(self.stored, key, ids)
-        values = np.where(np.isnan(values), np.inf, -values if down else values)
-        top = min(offset + limit, len(ids))
-        near = np.arange(len(ids))
-        if 0 < top < len(ids):
-            bound = np.partition(values, top - 1)[top - 1]
-            below = np.flatnonzero(values < bound)
-            near = np.sort(np.concatenate([below, np.flatnonzero(values == bound)[: top - len(below)]]))
-        return ids[near[np.argsort(values[near], kind="stable")]][offset : offset + limit]
+    def _is_untrusted(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        trusted = self.stored.scalars("reward_trusted", ids)
+        return np.zeros(len(ids), bool) if trusted is None else ~trusted.astype(np.bool_)
 
     def _cut(self, row: Answer, text: str = "", column: str = "completion") -> Answer:
         """Return a row with texts cut for a table, around the hit of a search."""
@@ -867,6 +858,10 @@ def finite(value: Any) -> Any:
 def _plain_list(values: Any) -> Sequence[Any]:
     """Return values as JSON holds them."""
     return [finite(value) for value in (values if isinstance(values, list) else values.tolist())]
+
+
+def _steps_in(evaluations: Sequence[Answer]) -> list[int]:
+    return [evaluation["step"] for evaluation in evaluations]
 
 
 def _num(ids: Sequence[str] | None) -> int | None:

@@ -67,7 +67,7 @@ def fields_of(stored: Stored) -> list[dict[str, Any]]:
 
 def _is_shaped(stored: Stored) -> bool:
     """Return whether the newest trajectories have returns that are not their rewards."""
-    ids = stored.ids()[-512:]
+    ids = stored.store.arrivals()[-512:]
     returns, rewards = stored.scalars("return", ids), stored.scalars("task_reward", ids)
     if returns is None or rewards is None:
         return False

@@ -13,6 +13,7 @@ from rlhf_pipeline.report.formatting import count, number, one_line
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.run.folder import RunFolder
+from trajectory_store import Arrivals
 
 _TIES = 64
 _EARLY = 1 << 16
@@ -140,7 +141,7 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
     graded = np.isfinite(rewards)
     if not graded.any() or versions[graded].min() == versions[graded].max():
         return None
-    ids, last = stored.ids(), int(versions[graded].max())
+    arrivals, last = stored.store.arrivals(), int(versions[graded].max())
 
     def places_of(version: int) -> Ids:
         return np.flatnonzero(graded & (versions == version))
@@ -152,25 +153,26 @@ def typical_of_first_and_last(stored: Stored) -> tuple[int, int] | None:
         """Return the distance of the reward nearest to a mean, and its place, an empty text last."""
         distance = np.abs(rewards[places].astype(np.float64) - mean)
         nearest = places[np.flatnonzero(distance <= distance.min() + 1e-6)[:_TIES]]
-        texts = stored.texts("completion", ids[nearest])
+        texts = stored.texts("completion", arrivals.take(nearest))
         return float(distance.min()), int(nearest[next((row for row, text in enumerate(texts) if text.strip()), 0)])
 
-    late = _by_prompt(stored, ids, places_of(last))
+    late = _by_prompt(stored, arrivals, places_of(last))
     earlier = np.flatnonzero(graded & (versions < last))[:_EARLY]
-    early = {prompt: places for prompt, places in _by_prompt(stored, ids, earlier).items() if prompt in late}
+    early = {prompt: places for prompt, places in _by_prompt(stored, arrivals, earlier).items() if prompt in late}
     first = int(min(versions[places].min() for places in early.values())) if early else int(versions[graded].min())
     pairs = [(places[versions[places] == first], late[prompt]) for prompt, places in early.items()]
     pairs = [pair for pair in pairs if len(pair[0])] or [(places_of(first), places_of(last))]
     means = mean_of(first), mean_of(last)
     candidates = [[typical(places, mean) for places, mean in zip(pair, means, strict=True)] for pair in pairs]
     before, after = min(candidates, key=lambda candidate: candidate[0][0] + candidate[1][0])
-    return int(ids[before[1]]), int(ids[after[1]])
+    first_id, last_id = arrivals.take(np.array([before[1], after[1]])).tolist()
+    return first_id, last_id
 
 
-def _by_prompt(stored: Stored, ids: Ids, places: Ids) -> dict[str, Ids]:
+def _by_prompt(stored: Stored, arrivals: Arrivals, places: Ids) -> dict[str, Ids]:
     """Return places by the text of their prompt."""
     by_prompt: dict[str, list[int]] = {}
-    for place, prompt in zip(places.tolist(), stored.texts("prompt", ids[places]), strict=True):
+    for place, prompt in zip(places.tolist(), stored.texts("prompt", arrivals.take(places)), strict=True):
         by_prompt.setdefault(prompt, []).append(place)
     return {prompt: np.array(of) for prompt, of in by_prompt.items() if prompt}
 

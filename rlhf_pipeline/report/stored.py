@@ -48,10 +48,6 @@ class Stored:
     def __exit__(self, *exc: object) -> None:
         self.store.close()
 
-    def ids(self) -> Ids:
-        """Return the ids of all trajectories in order of arrival, [N] int64."""
-        return np.asarray(self.store.ids())
-
     def blocks(self) -> Iterator[Ids]:
         """Yield the ids of all trajectories in blocks, small enough that their texts take little memory."""
         for block in self.store.batches(_BLOCK_ROWS, []):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.buffer.stored_groups import NewIds
 from rlhf_pipeline.errors import MissingPathError, plain
@@ -18,6 +20,7 @@ from trajectory_store import MissingRowError
 ReadT = TypeVar("ReadT")
 
 _BATCH_ROWS = 512
+_MOST_SCANNED = 1 << 16
 _TRIES = 8
 _MOST_TOKENS = 32
 _HEADINGS = ("id", "version", "group", "reward", "tokens", "finish")
@@ -49,8 +52,7 @@ class Tail:
 
     def newest(self, num: int) -> Iterator[str]:
         """Yield the heading, the newest trajectories, oldest first, and the newest step."""
-        ids = self._read_present(self._view.stored.ids(), self._select)
-        lines = list(self._lines(ids[max(len(ids) - num, 0) :]))  # first: they set the widths
+        lines = list(self._lines(self._newest_ids(num)))  # first: they set the widths
         yield from (self._line(_HEADINGS, "completion"), *lines)
         yield from map(step_line, self._steps.rows[-1:] if self._steps is not None else ())
 
@@ -68,6 +70,16 @@ class Tail:
         yield from self._lines(new)
         if self._identity() != self._root:
             raise MissingPathError(f"the store {self._view.stored.path} was removed, or replaced by another one.")
+
+    def _newest_ids(self, num: int) -> Ids:
+        """Return the newest trajectories that meet the conditions; the store is read from its end."""
+        arrivals, newest = self._store.arrivals(), np.zeros(0, np.int64)
+        end, size = len(arrivals), num if not self._filters else max(num, _BATCH_ROWS)
+        while end and len(newest) < num:
+            first = max(end - size, 0)
+            newest = np.concatenate([self._read_present(arrivals[first:end], self._select), newest])
+            end, size = first, min(2 * size, _MOST_SCANNED)
+        return newest[max(len(newest) - num, 0) :]
 
     def _select(self, ids: Ids) -> Ids:
         return select(self._store, self._filters, ids)

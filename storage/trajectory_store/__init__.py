@@ -11,6 +11,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as of typing, whose import would take longer than all else that help needs
 if TYPE_CHECKING:
+    from trajectory_store.arrival import Arrivals
     from trajectory_store.compare import StoreDiff, copy_rows, diff
     from trajectory_store.errors import (
         BatchError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from trajectory_store.verify import VerifyReport
 
 _HOMES = {
+    "arrival": ("Arrivals",),
     "compare": (
         "StoreDiff",
         "copy_rows",
@@ -93,6 +95,7 @@ __all__ = [
     "RaggedArray",
     "BufferPool",
     "Snapshot",
+    "Arrivals",
     "VerifyReport",
     "CompactReport",
     "StoreDiff",

@@ -52,6 +52,12 @@ class Arrivals:
         firsts[0] += start - before
         return expand(firsts, ends - begins)
 
+    def take(self, positions: Int64Array) -> Int64Array:
+        """Return the ids at some positions, [K] int64."""
+        runs = np.searchsorted(self._ends, positions, "right")
+        begins = np.append(0, self._ends[:-1])
+        return self._firsts[runs] + positions - begins[runs]
+
     def position(self, row_id: int) -> int | None:
         """Return the position of an id, or None if it is not among these."""
         begins = np.concatenate([[0], self._ends[:-1]]) if len(self._ends) else self._ends

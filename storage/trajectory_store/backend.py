@@ -41,6 +41,8 @@ Rows = Int64Array | slice
 """Rows of a segment: their numbers, or a range."""
 
 EDGES = np.dtype("V16")
+_FEW_ROWS, _DENSE = 64, 1 << 12
+"""So few rows, in a range of more elements than that, are read one by one where a file is not mapped."""
 _LONG = 1 << 14
 
 
@@ -98,7 +100,8 @@ class Segment(ABC):
         self.gaps: list[Gap] = []
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
-        self._loaded: dict[str, int] = {}
+        self._loaded: dict[str, tuple[int, int]] = {}
+        """Where the loaded part of a per-row array begins and ends."""
         self._span: tuple[int, int] | None = None
         self._used_bytes: int | None = None
         self.row_readers: dict[tuple[str, ...], Any] = {}
@@ -203,25 +206,37 @@ class Segment(ABC):
         raw = self.raw(name, rows)
         found = self._arrays.get(name)
         if isinstance(raw, PreadBytes):
-            return self._load(name, found)
+            return self._load(name, found, rows)
         if found is None:
             found = self._arrays[name] = np.frombuffer(raw, self.specs[name].dtype)
         return found
 
-    def _load(self, name: str, found: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-        """Read the new part of a per-row array."""
-        spec = self.specs[name]
-        start = 0 if found is None else self._loaded.get(name, 0)  # another thread may have released the array
-        end = min(self.rows + 1, spec.capacity)
-        if found is None or len(found) < end:
+    def _load(self, name: str, found: npt.NDArray[Any] | None, rows: Rows | None) -> npt.NDArray[Any]:
+        """Read what a per-row array lacks of these rows; what lies between them and the part that was read, too."""
+        spec, end = self.specs[name], min(self.rows + 1, self.specs[name].capacity)
+        first, last = _extent(rows, end)
+        start, stop = (0, 0) if found is None else self._loaded.get(name, (0, 0))  # another thread may have released it
+        if found is None or len(found) < end:  # memory that is never written takes no space
             grown = np.empty(min(spec.capacity, max(2 * end, 64)), spec.dtype)
             if found is not None:
-                grown[: len(found)] = found
+                grown[start:stop] = found[start:stop]
             found = grown
-        if start < end:
-            found[start:end] = self.part(name, start, end)
-            self._loaded[name] = end - 1
         self._arrays[name] = found
+        if first >= last:
+            return found
+        if last - first > _DENSE and isinstance(rows, np.ndarray) and len(rows) <= _FEW_ROWS:
+            for row in rows.tolist():  # far apart: what lies between them is not read, and these are not remembered
+                found[row : row + 2] = self.part(name, row, min(row + 2, end))
+            return found
+        if start >= stop:
+            start = stop = first
+        if first < start:
+            found[first:start] = self.part(name, first, start)
+            start = first
+        if stop < last:
+            found[stop:last] = self.part(name, stop, last)
+            stop = last
+        self._loaded[name] = (start, min(stop, end - 1))  # the last element may be one that is not written yet
         return found
 
     def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
@@ -400,7 +415,8 @@ class Segment(ABC):
 
     def elements(self) -> dict[str, int]:
         """Return the number of elements in use per axis."""
-        return {axis: int(self.offsets(axis)[self.rows]) for axis in self.schema.axes}
+        last = slice(self.rows, self.rows)
+        return {axis: int(self.offsets(axis, last)[self.rows]) for axis in self.schema.axes}
 
     def value_bytes(self) -> int:
         """Return the bytes of the values in use, and of the row offsets."""
@@ -436,6 +452,15 @@ class Segment(ABC):
 _BLOCK: Final = 4096
 _SMALL_FILES: Final = 5
 """The files of a segment besides its arrays: metadata, records, checksums and a mark."""
+
+
+def _extent(rows: Rows | None, end: int) -> tuple[int, int]:
+    """Return the range of elements that rows need of a per-row array, the offset after the last row included."""
+    if rows is None:
+        return 0, end
+    if isinstance(rows, slice):
+        return rows.start or 0, min(rows.stop + 1, end)
+    return (int(rows.min()), min(int(rows.max()) + 2, end)) if len(rows) else (0, 0)
 
 
 def _blocks(size: int) -> int:

@@ -365,9 +365,9 @@ class ColumnReader:
 
     def _look_up(self, key: str, places: Places, find: Callable[[Segment, Rows], Any]) -> dict[int, Any]:
         """Return the table of one array per segment, by ordinal, complete for these rows."""
-        table = self._catalog.table(key)
+        table, keeps = self._catalog.table(key), self._catalog.medium.keeps_arrays
         for ordinal, rows in places.runs:
-            if ordinal not in table:
+            if ordinal not in table or not keeps:
                 table[ordinal] = find(self._catalog.any_segment(ordinal), rows)
         return table
 
