@@ -86,7 +86,7 @@ class Processes:
             time.sleep(1.0)
             assert time.monotonic() < end, (self.folder / "processes.log").read_text()[-2000:]
             with unseen(rig):
-                rows = run.rows(run.metrics_file) if run.is_recorded else None
+                rows = run.rows(run.metrics_file) if run.record.exists else None
         return rows.last_step
 
     def signal(self, number: int, lives: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -55,7 +55,7 @@ from rlhf_pipeline.run.processes.children import SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 from rlhf_pipeline.run.processes.supervise import Supervisor
 run = RunFolder(sys.argv[1])
-run.check_parts()
+check_parts(run)
 run.processes.mkdir(exist_ok=True)
 made = Supervisor(run.path, {"learner": ["true"]}, SupervisorConfig(), total_steps=1,
                   heartbeat=Heartbeat(run.processes, "supervisor"))

@@ -341,7 +341,7 @@ def test_many_machines(folder: Path, monkeypatch: pytest.MonkeyPatch):
             rig.calm()
             for line in terminals:
                 begun.append((line, start(line, folder)))
-                while not RunFolder("s3://bucket/run").is_recorded:
+                while not RunFolder("s3://bucket/run").record.exists:
                     assert begun[0][1].poll() is None, begun[0][1].communicate()
                     time.sleep(0.2)
             shown = interrupt(begun[2][1], lambda: has_printed(begun[2][1]), terminals[2])
@@ -363,4 +363,4 @@ def test_many_machines(folder: Path, monkeypatch: pytest.MonkeyPatch):
 def has_learned(address: str | Path) -> bool:
     """Return whether a run, at a URL or in a folder, has taken a step."""
     run = RunFolder(address)
-    return run.is_recorded and run.metrics.last_step > 0
+    return run.record.exists and run.metrics.last_step > 0

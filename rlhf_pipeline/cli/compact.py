@@ -40,7 +40,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Compact the store and report the result."""
     from rlhf_pipeline.run.disk import disk_usage
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.run.lookup import open_run_or_store
     from trajectory_store import TrajectoryStore
 
     run, path = open_run_or_store(args.path)

@@ -41,7 +41,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.exchange.copier import copy_store
     from rlhf_pipeline.report.stored import Stored
     from rlhf_pipeline.run.disk import disk_usage
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.run.lookup import open_run_or_store
 
     _, path = open_run_or_store(args.path)
     started = time.perf_counter()

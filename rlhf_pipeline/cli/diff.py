@@ -53,7 +53,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.diff import compare_rows
     from rlhf_pipeline.report.diff_steps import compare_configs, compare_steps
     from rlhf_pipeline.report.stored import Stored
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.run.lookup import open_run_or_store
 
     with ExitStack() as open_stores:
         runs: list[RunFolder | None] = []

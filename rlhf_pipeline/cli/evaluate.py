@@ -106,7 +106,8 @@ def _asked(args: argparse.Namespace) -> Asked:
     """Check the command line, without torch."""
     from rlhf_pipeline.policies.model_source import is_model as is_model_at
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import not_found
     from rlhf_pipeline.run.preflight import check_device, check_evaluation
 
     address = address_of(args.path)
@@ -201,7 +202,7 @@ def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
     from rlhf_pipeline.config import deciding_set
     from rlhf_pipeline.run.checkpoint import step_of
     from rlhf_pipeline.run.evaluation_rows import evaluation_store, figure_for_best, stored_evaluations
-    from rlhf_pipeline.run.folder import is_store
+    from rlhf_pipeline.run.place import is_store
     from trajectory_store import TrajectoryStore
 
     sets = pipeline.evaluations

@@ -45,7 +45,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Export the store, and report the result and how to read it."""
     from rlhf_pipeline.exchange import export_store
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.run.lookup import open_run_or_store
 
     _, store = open_run_or_store(args.path)
     started = time.perf_counter()

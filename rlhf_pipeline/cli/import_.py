@@ -98,7 +98,7 @@ def execute(args: argparse.Namespace) -> int:
     """Import the files and report the result and the next commands."""
     from rlhf_pipeline.exchange import import_files
     from rlhf_pipeline.run import filenames
-    from rlhf_pipeline.run.folder import is_run
+    from rlhf_pipeline.run.lookup import is_run
 
     into = Path(args.into).expanduser()
     run = into.resolve().parent if into.resolve().name == filenames.STORE else into

@@ -27,7 +27,8 @@ def execute(args: argparse.Namespace) -> int:
     """Print one line per run: steps, first, last and evaluated reward, trajectories."""
     from rlhf_pipeline.report.formatting import aligned, number
     from rlhf_pipeline.report.query import View
-    from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import not_found
     from trajectory_store import StoreError
 
     folder = Path(args.folder).expanduser()

@@ -41,7 +41,7 @@ def conduct(
     """Do a run, its learner or a collector, and print the result and the next commands."""
     from rlhf_pipeline.cli.summary import finish
     from rlhf_pipeline.report.prometheus import metrics_served
-    from rlhf_pipeline.run.folder import is_run
+    from rlhf_pipeline.run.lookup import is_run
     from rlhf_pipeline.run.start import start
     from trajectory_store import StoreError
 

@@ -19,6 +19,7 @@ from rlhf_pipeline.cli.parser import (
 )
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.formatting import count
+from rlhf_pipeline.run.continuation import check_unchanged, moved_versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,8 @@ def execute(args: argparse.Namespace) -> int:
         run = asked_run(args)
         return conduct(run, "starting", args=args, then=lambda view: compare(run, view))
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import not_found
 
     _check_rerun(args)
     folder = address_of(args.paths[0])
@@ -125,7 +127,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     config = run.config
     definition = definition_of(run, trust=trust, moved="put it back")
     pipeline = definition.pipeline(with_kept_inputs(run, config.overrides))
-    run.check_unchanged(pipeline, config.seed, inputs=False)  # nothing is sampled
+    check_unchanged(run, pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     check_device(device)
     import_torch(device)
@@ -170,7 +172,7 @@ def _figure(value: float | None) -> str:
 
 def _advice(run: RunFolder) -> str:
     """Return what may explain a difference."""
-    moved = list(run.moved_versions())
+    moved = list(moved_versions(run))
     if moved:
         return f"Versions differ, and they may move the last bits: {'; '.join(moved)}."
     return (
@@ -184,7 +186,8 @@ def compare(request: Run, view: RunView) -> int:
     """Compare the replay of a run in recorded order with the run; return 1 if they should be equal but are not."""
     from rlhf_pipeline.report.diff_steps import STEP_VALUES, compare_figures, compare_weights
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.folder import RunFolder, is_run, run_of_store
+    from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.lookup import is_run, run_of_store
 
     replay = request.pipeline.replay
     if replay is None or not replay.recorded_order:
@@ -240,7 +243,7 @@ def _what_was_changed(run: RunFolder, request: Run) -> str | None:
     now = {**dict(request.overrides), "definition": request.definition, "seed": str(request.seed)}
     changed = [
         f"{field['field']} (from step {change['from_step']} on)"
-        for change in run.history
+        for change in run.record.history
         for field in change["fields"]
         if field["field"] != "learn.steps"
     ] + [

@@ -24,7 +24,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Write `report.html`."""
     from rlhf_pipeline.report.one_file import write_report
-    from rlhf_pipeline.run.folder import open_run_or_store
+    from rlhf_pipeline.run.lookup import open_run_or_store
 
     run, store_path = open_run_or_store(args.path)
     if run is None:

@@ -15,7 +15,10 @@ from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsErr
 from rlhf_pipeline.run.address import Address, address_of
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.checkpoint import step_of
-from rlhf_pipeline.run.folder import RunFolder, is_run, open_run_or_store, run_of_store
+from rlhf_pipeline.run.completeness import is_free
+from rlhf_pipeline.run.continuation import check_free_or_recorded, check_unchanged
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.lookup import is_run, open_run_or_store, run_of_store
 from rlhf_pipeline.run.processes.children import SupervisorConfig
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.saved_inputs import Overrides, definition_of, with_kept_inputs
@@ -98,7 +101,7 @@ def _wait_for_run(out: Address) -> None:
     """Wait until a collector has created the run; a learner may be started first."""
     reported = False
     while not is_run(out):
-        if not RunFolder(out).is_free:
+        if not is_free(RunFolder(out)):
             raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
         if not reported:
             example = f"rlhf-pipeline collect long_running --run {typed(out)}"
@@ -152,7 +155,7 @@ def _resumed(args: argparse.Namespace) -> Run:
     else:
         raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     folder = RunFolder(out)
-    folder.check_free_or_recorded(resume=True)
+    check_free_or_recorded(folder, resume=True)
     command = _command(args, definition_name, out=out if args.out or definition_name is None else None)
     supervised = _supervisor(args, folder.heartbeat_of("supervisor"))
     return _recorded(
@@ -166,7 +169,7 @@ def _resumed_replay(args: argparse.Namespace) -> Run:
         raise MissingPathError(
             f"there is no replay to go on with at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
         )
-    RunFolder(out).check_free_or_recorded(resume=True)
+    check_free_or_recorded(RunFolder(out), resume=True)
     overrides, command = _typed_for_replay(args), _replay_command(args)
     return _recorded(args, out, args.definition, "--resume --out", overrides, command=command)
 
@@ -191,7 +194,7 @@ def _new_replay(args: argparse.Namespace) -> Run:
 def _is_started_with(run: RunFolder, definition: definitions.Definition) -> bool:
     """Return whether a run was started with this definition, wherever its file was then."""
     try:
-        run.check_unchanged(definition.pipeline(run.config.overrides), run.config.seed, inputs=False)
+        check_unchanged(run, definition.pipeline(run.config.overrides), run.config.seed, inputs=False)
     except (DefinitionError, RunMismatchError):
         return False
     return True

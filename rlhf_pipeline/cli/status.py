@@ -51,7 +51,8 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.status import alarms_of_process, local_alarms, status
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import not_found
 
     address, now = address_of(args.path), time.time()
     if args.local:

@@ -10,6 +10,7 @@ from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration, number
 from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.checkpoint import step_of
+from rlhf_pipeline.run.choice_record import recorded_choice
 from rlhf_pipeline.run.events import CollectorFinished, RunFinished
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.run import Run
@@ -89,7 +90,7 @@ def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = Fa
     since = " since it was resumed" if resumed else ""
     why = "stopped and saved: " if finished.reason == "interrupted" else ""
     steps = f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{since})"
-    stores = len((run.chosen() or {}).get("sources", ()))
+    stores = len((recorded_choice(run) or {}).get("sources", ()))
     replayed = f"{count(finished.num_trajectories, 'trajectory')} of {count(stores, 'store')}"
     uses = sum(len(row["row_ids"]) for row in run.ledger) / max(finished.num_trajectories, 1)
     return f"{why}{steps} on {replayed}; {uses:.2f} uses of each"

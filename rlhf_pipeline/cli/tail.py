@@ -57,7 +57,8 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.tail import Tail, step_line
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.folder import is_run, not_found
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import not_found
     from rlhf_pipeline.run.rows import NewRows
 
     if args.json and args.follow:
@@ -119,7 +120,9 @@ def _waiter(seconds: float) -> Callable[[], bool]:
 
 def _wait_for_store(folder: Path | str) -> None:
     """Wait until a run that has just started has a store."""
-    from rlhf_pipeline.run.folder import RunFolder, is_run, is_store
+    from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import is_store
 
     reported = False
     while is_run(folder) and not is_store(RunFolder.open(folder).store_path):

@@ -64,7 +64,7 @@ def join_in(args: argparse.Namespace) -> int:
     joins = args.command == "learn"
     run_name = args.run if joins else args.out
     run = None if run_name is None else RunFolder(address_of(run_name))
-    recorded = run is not None and (joins or args.resume) and run.is_recorded
+    recorded = run is not None and (joins or args.resume) and run.record.exists
     device = args.device or (run.config.device if run is not None and recorded else "cpu")
     import_torch(device)
     from rlhf_pipeline.learner.group import join_group, receive

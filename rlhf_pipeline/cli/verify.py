@@ -37,7 +37,9 @@ def execute(args: argparse.Namespace) -> int:
     """Print the result of each check; return 1 if something is damaged."""
     from rlhf_pipeline.report.check import check_run, check_store
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, not_found
+    from rlhf_pipeline.run.folder import RunFolder
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import is_store, not_found
 
     folder = address_of(args.path)
     if args.accept_loss is not None:

@@ -80,7 +80,8 @@ def _opened(path: str, tokenizer: str | None, fields: Mapping[str, str], stack: 
 def _are_rollouts(path: str) -> bool:
     """Return True for a file, a folder of files or a pattern; False for what is a run or a store, or nothing."""
     from rlhf_pipeline.run.address import address_of
-    from rlhf_pipeline.run.folder import is_run, is_store
+    from rlhf_pipeline.run.lookup import is_run
+    from rlhf_pipeline.run.place import is_store
 
     place = Path(path).expanduser()
     if place.is_file():

@@ -16,8 +16,10 @@ from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.checkpoint import read_checkpoint_state, step_of
+from rlhf_pipeline.run.completeness import came_to_nothing, missing_parts
 from rlhf_pipeline.run.files import folder_problem
-from rlhf_pipeline.run.folder import RunFolder, is_store
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.place import is_store
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_problem
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.selection import Choice
@@ -66,7 +68,7 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
     """Check a run's store, and that ledger, metrics and checkpoints agree. The run may be active meanwhile."""
     if is_store(run.store_path):
         yield from check_store(run.store_path)
-    elif run.came_to_nothing:
+    elif came_to_nothing(run):
         yield Finding(part="store", ok=True, text="nothing is stored yet")
     if is_store(run.rollouts):
         yield from check_store(run.rollouts, part=run.rollouts.name, what="rollout")
@@ -102,7 +104,7 @@ def _check_rows(run: RunFolder) -> Iterator[Finding]:
 
 def _check_parts(run: RunFolder) -> Iterator[Finding]:
     """Check that store, ledger, metrics and checkpoints agree on the steps."""
-    problems = [] if run.came_to_nothing else list(run.missing_parts())
+    problems = [] if came_to_nothing(run) else list(missing_parts(run))
     # A step's ledger row is written before the step, its metrics after: the ledger may be one row ahead.
     if not problems and not 0 <= len(run.ledger) - len(run.metrics) <= 1:
         problems = [

@@ -14,7 +14,7 @@ from rlhf_pipeline.errors import DefinitionError, PipelineError
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.report.status import status
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.folder import is_run
+from rlhf_pipeline.run.lookup import is_run
 from trajectory_store import StoreError
 
 LOCALHOST: Final = "localhost"

@@ -33,7 +33,9 @@ from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
 from rlhf_pipeline.run.address import Address, address_of, below
 from rlhf_pipeline.run.evaluation_rows import evaluation_stores, recorded_sets, set_of_store, stored_evaluations
-from rlhf_pipeline.run.folder import RunFolder, is_run, is_store, open_run_or_store, run_of_evaluation
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.lookup import is_run, open_run_or_store, run_of_evaluation
+from rlhf_pipeline.run.place import is_store
 from rlhf_pipeline.run.recorded_code import graders
 
 Answer = dict[str, Any]
@@ -228,7 +230,7 @@ class View:
 
     def graders(self) -> list[Answer]:
         """Return the graders of a run with the first step that each applied to; empty if there was one throughout."""
-        changes = [] if self.run is None else graders(self.run.history)
+        changes = [] if self.run is None else graders(self.run.record.history)
         return [{"from_step": step, "what": what} for step, what in changes] if len(changes) > 1 else []
 
     def _fields(self) -> Mapping[str, Any]:

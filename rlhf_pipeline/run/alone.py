@@ -7,8 +7,8 @@ import time
 from rlhf_pipeline.run.build import build_parts, checked_models
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.evaluation import open_evaluator
-from rlhf_pipeline.run.events import EventHandler, RunFinished
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished, tell
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.prompt_lengths import sampling_notices
 from rlhf_pipeline.run.run import Run

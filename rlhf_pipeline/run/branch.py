@@ -9,9 +9,14 @@ from pathlib import Path
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError, typed
 from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.checkpoint import checkpoint_path, step_of
+from rlhf_pipeline.run.completeness import clear_failed_start
 from rlhf_pipeline.run.config_diff import carries_over, changes
+from rlhf_pipeline.run.continuation import check_free_or_recorded
+from rlhf_pipeline.run.disk import named_disk_errors
 from rlhf_pipeline.run.files import MANIFEST, folder_problem, new_folder
-from rlhf_pipeline.run.folder import RunFolder, Setup, is_run
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.lookup import is_run
+from rlhf_pipeline.run.record import Setup
 
 _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.safetensors"})
 """What counts the steps and trajectories of the first run, and means nothing in the new one."""
@@ -65,9 +70,9 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
             )
     if not isinstance(out.address, Path):
         raise DefinitionError(f"a run begins from a checkpoint in a folder, not at {out.address}: choose --out FOLDER.")
-    with out.named_disk_errors(), out.lock():
-        out.check_free_or_recorded(resume=False)
-        out.clear()
+    with named_disk_errors(out), out.lock():
+        check_free_or_recorded(out, resume=False)
+        clear_failed_start(out)
         with new_folder(checkpoint_path(out.checkpoints, 0)) as temporary:
             for path in checkpoint.iterdir():
                 if path.name in _LEFT_BEHIND:
@@ -77,4 +82,4 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
             state = {"step": 0, "progress": {}, "source": {}}
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         where = str(run.address.resolve()) if isinstance(run.address, Path) else run.address
-        out.record(setup, begun_from={"run": where, "step": step_of(checkpoint)})
+        out.record.write(setup, begun_from={"run": where, "step": step_of(checkpoint)})

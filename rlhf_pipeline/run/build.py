@@ -42,11 +42,13 @@ from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import Address, is_url
 from rlhf_pipeline.run.bound_rewards import bound_rewards
+from rlhf_pipeline.run.completeness import is_free
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.template_check import template_notices
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLReward
@@ -112,7 +114,7 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
 def checked_models(setup: Setup, run: RunFolder, on_event: EventHandler) -> Models:
     """Build the models of a run that samples; before its first rollout, check that they have room for its prompts."""
     models = build_models(setup.pipeline, seed=setup.seed, device=setup.device)
-    if run.is_free:  # later, the prompts are those of its record
+    if is_free(run):  # later, the prompts are those of its record
         template_notices(setup.pipeline, models.policy)  # given later; what the template cannot show is raised here
         check_prompts(setup.pipeline, models.policy, setup.seed, on_event)
     return models

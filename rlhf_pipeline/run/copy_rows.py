@@ -48,8 +48,7 @@ from rlhf_pipeline.functional.advantage import (
     takes_rewards,
 )
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import tell
+from rlhf_pipeline.run.events import EventHandler, tell
 from rlhf_pipeline.run.selection import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.groups import graded_groups, scores_of

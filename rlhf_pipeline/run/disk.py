@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,6 +16,8 @@ from typing import Final
 from rlhf_pipeline.errors import RunStorageError, typed
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, below
+from rlhf_pipeline.run.folder import RunFolder
+from trajectory_store.errors import WriteFailedError
 from trajectory_store.fs import disk_bytes
 
 _LEAST_FREE: Final = 10**9
@@ -186,3 +191,41 @@ class DiskWatch:
         if warning is not None and not self._has_warned:
             self._say(f"the disk: {warning}.")
         self._has_warned = warning is not None
+
+
+@contextmanager
+def named_disk_errors(run: RunFolder) -> Iterator[None]:
+    """Turn a bare OSError of the folder's own files into an error that says what is safe and what to do."""
+    try:
+        yield
+    except OSError as error:
+        in_store = isinstance(error, WriteFailedError)
+        if type(error).__module__ != "builtins" and not in_store:
+            raise  # errors of this package and of the store have the next command already
+        if not in_store and not _is_about_the_folder(run, error):
+            raise
+        if isinstance(run.address, Path) and not run.path.is_dir():
+            raise RunStorageError(
+                f"the run folder {run.address} is gone: it was moved or removed while the run wrote to it. Put it "
+                "back, or go on with it at its new place: rlhf-pipeline run --resume --out NEW_PLACE"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
+            advice = "Choose a folder that can be written: --out OTHER_FOLDER."
+        else:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            advice = (
+                "Every stored trajectory and every finished checkpoint is intact. "
+                f"{'Free some space' if full else 'Fix that'}, then repeat the command with --resume."
+            )
+        raise RunStorageError(f"the run folder {run.address} cannot be written: {error}. {advice}") from error
+
+
+def _is_about_the_folder(run: RunFolder, error: OSError) -> bool:
+    """Return whether an error is one of writing here: an error of a disk, or one that names a file of the run."""
+    if error.filename is None:
+        return error.errno is None or error.errno in _OF_A_DISK
+    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(run.path.absolute())
+
+
+_OF_A_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE})
+"""Numbers of errors that a write without a file name can raise."""

@@ -8,6 +8,7 @@ from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.learner.state import read_weights
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import build_policy
+from rlhf_pipeline.run.disk import named_disk_errors
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.evaluation import open_evaluator
 from rlhf_pipeline.run.evaluation_rows import Figures
@@ -36,7 +37,7 @@ def evaluate_once(
         read_weights(checkpoint, policy=policy, learn=pipeline.learn)
     advice = "Stop that first, or evaluate a copy of it: rlhf-pipeline copy RUN COPY."
     with (
-        folder.named_disk_errors(),
+        named_disk_errors(folder),
         folder.lock(advice=advice),
         chosen_engine(pipeline, policy, run=folder, device=device) as hand_over,
         open_evaluator(pipeline, policy, run=folder, seed=seed, on_event=on_event, hand_over=hand_over) as evaluator,

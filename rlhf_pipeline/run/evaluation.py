@@ -39,8 +39,8 @@ from rlhf_pipeline.run.evaluation_rows import (
     of_set,
     stored_evaluations,
 )
-from rlhf_pipeline.run.events import EvaluationDone, EventHandler
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.events import EvaluationDone, EventHandler, tell
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.run.signals import StopRequest
 from trajectory_store import TrajectoryStore

@@ -35,11 +35,11 @@ def evaluation_store(run: RunFolder, pipeline: Pipeline, evaluate: Evaluate, nam
 
     The weights of a run are named by their step; those of a model folder, outside a run, are part of the name.
     """
-    if run.is_recorded_by_text:
+    if run.record.is_by_text:
         identity = _identity_by_text(pipeline, evaluate)
     else:
         identity = evaluation_identity(pipeline, evaluate)
-    if isinstance(pipeline.policy, PretrainedPolicy) and not run.is_recorded:  # no step names the weights
+    if isinstance(pipeline.policy, PretrainedPolicy) and not run.record.exists:  # no step names the weights
         identity |= {"weights": model_files(Path(pipeline.policy.path).expanduser())}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return below(run.address, f"{filenames.EVALUATIONS}/{f'{name}-' if name else ''}{digest}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,3 +122,9 @@ class Repeated:
 
 
 _NUMBERS: Final = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
+
+
+def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
+    """Report a message to the observer and the log."""
+    logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
+    on_event(Notice(message=message, level=level))

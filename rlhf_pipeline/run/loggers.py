@@ -11,7 +11,8 @@ from rlhf_pipeline.config import Learn
 from rlhf_pipeline.config_text import flat_fields, to_json
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.events import Event, EventHandler, StepDone
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.record import Setup
 
 _PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
 """Loggers that need a package and module of the same name."""

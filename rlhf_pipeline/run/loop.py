@@ -23,13 +23,15 @@ from rlhf_pipeline.run.checkpoint import (
     newest_checkpoint,
     outdated_checkpoints,
 )
+from rlhf_pipeline.run.choice_record import RESTORE
 from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
-from rlhf_pipeline.run.events import EventHandler, Repeated, RunFinished, RunStarted, StepDone
+from rlhf_pipeline.run.events import EventHandler, Repeated, RunFinished, RunStarted, StepDone, tell
 from rlhf_pipeline.run.files import sync_path
-from rlhf_pipeline.run.folder import RESTORE, RunFolder, Setup, tell
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import SAMPLE, with_logger
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.repeated_rows import check_repeated, check_served, named_damage, served_rows
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.signals import StopRequest
@@ -332,9 +334,9 @@ class Loop:
 
     def _settle(self, setup: Setup, step: int) -> None:
         """Record the settings of this process once its first step is taken, before that step's line is written."""
-        if self.folder.changed_from(setup.pipeline, step):
+        if self.folder.record.changed_from(setup.pipeline, step, last_step=self.folder.metrics.last_step):
             self.metrics.drop_from(step)  # figures of steps that were taken with other settings
-        self.folder.record(setup, from_step=step)
+        self.folder.record.write(setup, first_step=step)
         self._unrecorded = None
 
     def _evaluate(self, step: int) -> Mapping[str, float | int | None]:

@@ -11,10 +11,11 @@ from rlhf_pipeline.config import Replay
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
+from rlhf_pipeline.run.choice_record import gathered_counts, record_choice, recorded_choice
 from rlhf_pipeline.run.copy_rows import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.evaluation import open_evaluator
-from rlhf_pipeline.run.events import EventHandler, RunFinished
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished, tell
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.run import Run
@@ -43,7 +44,7 @@ def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFin
     heat = replayed_at(folder, choice)
     if heat is not None and heat != (policy.temperature or 1.0):
         policy.temperature = heat
-    schema = None if folder.gathered() is not None else gather_schema(choice)
+    schema = None if gathered_counts(folder) is not None else gather_schema(choice)
     with job.begun(folder, on_event) as heartbeat:
         if policy.temperature != pipeline.collect.temperature:
             tell(
@@ -60,7 +61,7 @@ def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFin
         storage = open_storage(folder, pipeline, max_size=None, schema=schema)
         with closing(storage), stop_on_signals() as stop:
             gatherer = Gatherer(pipeline, policy, choice, storage.store, limits=limits, on_event=on_event)
-            if folder.gathered() is not None or _gather(gatherer, folder, stop):
+            if gathered_counts(folder) is not None or _gather(gatherer, folder, stop):
                 storage.refresh()
                 buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
                 ledger = Ledger(folder.rows(folder.ledger_file), metrics=folder.metrics)
@@ -105,7 +106,7 @@ def _gather(gatherer: Gatherer, run: RunFolder, stop: StopRequest) -> bool:
     if counts is None:
         return False
     gatherer.target.flush()
-    run.choose({**(run.chosen() or {}), "gathered": asdict(counts)})
+    record_choice(run, {**(recorded_choice(run) or {}), "gathered": asdict(counts)})
     tell(gatherer.on_event, _what_was_gathered(gatherer.choice, counts), level="info")
     return True
 

@@ -136,7 +136,7 @@ def rerun(current: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iter
         device: where the steps are taken.
     """
     exact = torch.device(device).type == "cpu"
-    run, history = plan.run, plan.run.history
+    run, history = plan.run, plan.run.record.history
     with closing(TrajectoryStorage(run.store_path, mode="r", backend=current.buffer.backend)) as storage:
         heat = sampled_at([(storage.store, None)])
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)

@@ -57,7 +57,7 @@ class StepRows(Sequence[Row]):
         self.is_torn = False
         """Whether a kill cut the last line short; it is not among the rows."""
         self.is_moved = False
-        """Whether the last line is not as it was written, or not where: the file was edited or damaged."""
+        """Whether the last line fails its checksum or has moved: the file was edited or damaged."""
         self.refresh()
 
     def refresh(self) -> int:
@@ -172,7 +172,7 @@ class StepRows(Sequence[Row]):
                 line = file.readline()
                 sealed |= _SEAL.search(line) is not None
                 if not _holds(line, start, sealed=sealed):
-                    yield f"line {place + 1} is not as it was written: it was cut, changed or moved"
+                    yield f"line {place + 1} fails its checksum: it was cut, changed or moved"
                     return
                 if _step_of(line) != place + 1:
                     yield (
@@ -190,7 +190,7 @@ class StepRows(Sequence[Row]):
     def mend(self) -> None:
         """Cut off what a kill or a power loss left at the end."""
         if self.is_moved:
-            raise DataError(f"{self.path}: its last line is not as it was written. {_RESTORE}")
+            raise DataError(f"{self.path}: its last line fails its checksum. {_RESTORE}")
         if self.is_torn:
             os.truncate(self.path, self._end)
             self.is_torn = False
@@ -250,7 +250,7 @@ class StepRows(Sequence[Row]):
 
     def _check(self, line: bytes, place: int, start: int) -> None:
         if not (line and _step_of(line) == place + self._first and _holds(line, start)):
-            raise DataError(f"{self.path}: line {place + 1} is not as it was written. {_RESTORE}")
+            raise DataError(f"{self.path}: line {place + 1} fails its checksum. {_RESTORE}")
 
     def _row(self, line: bytes, place: int | None = None) -> Row:
         wrong = "this line has no whole number 'step'"

@@ -12,8 +12,18 @@ from rlhf_pipeline.config import PretrainedPolicy
 from rlhf_pipeline.errors import DefinitionError, PipelineError, RunExistsError
 from rlhf_pipeline.policies.model_source import resolve_source
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import ALONE, RunFolder, Setup, tell
+from rlhf_pipeline.run.choice_record import has_chosen
+from rlhf_pipeline.run.completeness import check_parts, clear_failed_start
+from rlhf_pipeline.run.continuation import (
+    check_free_or_recorded,
+    check_processes,
+    check_unchanged,
+    continuation_notices,
+)
+from rlhf_pipeline.run.disk import named_disk_errors
+from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.folder import ALONE, RunFolder
+from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.loggers import check_logger
 from rlhf_pipeline.run.preflight import (
     check_device,
@@ -24,6 +34,7 @@ from rlhf_pipeline.run.preflight import (
 )
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.launch import is_one_of_several
+from rlhf_pipeline.run.record import Setup
 from trajectory_store import StoreError
 
 if TYPE_CHECKING:
@@ -78,21 +89,21 @@ class Run(Setup):
         Yields what tells others that it is alive, and what it does.
         """
         with (
-            folder.named_disk_errors(),
+            named_disk_errors(folder),
             folder.lock(),
-            folder.log(),
+            write_log(folder),
             process_lock(folder.processes, ALONE),
             Heartbeat(folder.processes, ALONE, progress_timeout_s=self.progress_timeout_s) as heartbeat,
         ):
             heartbeat.beat("starting")
             # Again under the lock: another process may have been faster.
-            folder.check_free_or_recorded(resume=self.resume)
+            check_free_or_recorded(folder, resume=self.resume)
             if not self.resume:
-                folder.clear()
-            for notice in folder.notices(self.pipeline, device=self.device):
+                clear_failed_start(folder)
+            for notice in continuation_notices(folder, self.pipeline, device=self.device):
                 tell(on_event, notice)
             if not self.resume:  # else once the first step is taken; see `Loop`
-                folder.record(self)
+                folder.record.write(self)
             yield heartbeat
             folder.flush()
 
@@ -111,7 +122,7 @@ class Run(Setup):
             yield functools.partial(check_evaluation, pipeline, name)
         if (replay := pipeline.replay) is None:
             yield lambda: check_prompts_and_reward(pipeline, self.seed)
-        elif not (self.resume and RunFolder(self.run_dir).has_chosen):
+        elif not (self.resume and has_chosen(RunFolder(self.run_dir))):
             yield lambda: check_stores(replay)
 
     def _check_folder(self) -> None:
@@ -121,13 +132,13 @@ class Run(Setup):
             pid = folder.heartbeat_of(ALONE).get("pid", "unknown")
             advice = "Stop that first, or choose another folder with --out."
             raise RunExistsError(f"the run {self.run_dir} is in use by process {pid}. {advice}")
-        folder.check_free_or_recorded(resume=self.resume, again=self.again, option=option)
+        check_free_or_recorded(folder, resume=self.resume, again=self.again, option=option)
         if self.resume:
             several = self.joins is not None or self.supervised is not None
-            folder.check_processes(several=several)
-            folder.check_unchanged(self.pipeline, self.seed, overrides=self.overrides)
+            check_processes(folder, several=several)
+            check_unchanged(folder, self.pipeline, self.seed, overrides=self.overrides)
             if not several:  # those look again while no other process sets the folder up
-                folder.check_parts()
+                check_parts(folder)
 
     def _check_processes(self) -> None:
         replay, together = self.pipeline.replay is not None, is_one_of_several()

@@ -61,14 +61,14 @@ def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
     """
     settings = dict(overrides)
     policy = run.config.pipeline.get("policy")
-    for field in run.inputs:
+    for field in run.record.inputs:
         path = field_of(run.config.pipeline, field) if field.endswith("prompts.path") or ".sources." in field else ""
         if path and not Path(path).exists():
             copy = run.bring(kept_prompts(run.path, field, path))
             if copy.is_file():
                 settings[field] = str(copy)
     path = policy.get("path") if isinstance(policy, dict) else None
-    if isinstance(path, str) and "policy.path" in run.inputs and not Path(path).expanduser().exists():
+    if isinstance(path, str) and "policy.path" in run.record.inputs and not Path(path).expanduser().exists():
         saved = run.saved()
         if (
             saved

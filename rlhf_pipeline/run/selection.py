@@ -19,7 +19,9 @@ from rlhf_pipeline.config import Replay
 from rlhf_pipeline.data.episodes import stored_last_rows, whole_episodes
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.run.address import Address
-from rlhf_pipeline.run.folder import RunFolder, open_run_or_store
+from rlhf_pipeline.run.choice_record import record_choice, recorded_choice
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.lookup import open_run_or_store
 from trajectory_store import StoreNotFoundError, TrajectoryStore
 from trajectory_store.recorder.learnable_rows import learnable_rows, numbered
 
@@ -84,26 +86,27 @@ class Choice:
         table, content = np.stack([self.source, self.row, self.trajectory_id, self.group_id]), io.BytesIO()
         np.save(content, table, allow_pickle=False)
         run.write(run.choice_table, content.getvalue())
-        run.choose(
+        record_choice(
+            run,
             {
                 "format": 1,
                 "table_crc32c": google_crc32c.value(content.getvalue()),
                 "ends": self.ends.tolist(),
                 "sources": [asdict(source) for source in self.sources],
-            }
+            },
         )
 
     @classmethod
     def load(cls, run: RunFolder) -> Choice | None:
         """Read what `save` wrote, or return None if nothing was chosen yet."""
-        state = run.chosen()
+        state = recorded_choice(run)
         if state is None:
             return None
         table_file = run.bring(run.choice_table)
         content = table_file.read_bytes() if table_file.is_file() else b""
         if google_crc32c.value(content) != state["table_crc32c"]:
             raise DataError(
-                f"{run.choice_table} {'is not as it was written' if content else 'is not there'}. Restore it from a "
+                f"{run.choice_table} {'fails its checksum' if content else 'does not exist'}. Restore it from a "
                 "copy, or start the run again with --out OTHER_FOLDER."
             )
         table = np.load(io.BytesIO(content), allow_pickle=False)

@@ -20,8 +20,9 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import ChosenRows, trajectory_names
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts
-from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import RunFolder, run_of_store, tell
+from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.lookup import run_of_store
 from rlhf_pipeline.run.loop import Source, StepBatch
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from rlhf_pipeline.config import Collect, Pipeline
 from rlhf_pipeline.data.keys import TEMPERATURE, column_name
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.run.choice_record import gathered_counts
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.selection import Choice, open_sources
 from trajectory_store import TrajectoryStore
@@ -75,7 +76,7 @@ def check_known(pipeline: Pipeline, overrides: Iterable[tuple[str, str]], choice
 
 def replayed_at(run: RunFolder, choice: Choice) -> float | None:
     """Return `sampled_at` of what a run over stores learns from: of its own store, if it has gathered all of it."""
-    if run.gathered() is not None:
+    if gathered_counts(run) is not None:
         with TrajectoryStore.open(run.store_path) as own:
             return sampled_at([(own, None)])
     with open_sources([source.path for source in choice.sources]) as stores:

@@ -162,7 +162,7 @@ def typed(pipeline: Pipeline) -> Act:
     """Start a run, or resume it, as a person would who types the command again."""
 
     def act(run_dir: Path) -> int:
-        return run(pipeline, run_dir=run_dir, resume=RunFolder(run_dir).is_recorded).steps
+        return run(pipeline, run_dir=run_dir, resume=RunFolder(run_dir).record.exists).steps
 
     return act
 
@@ -273,7 +273,7 @@ def differences(killed: Path, straight: Path) -> Iterator[str]:
             lost = {row for line in found.ledger for row in line["row_ids"]} - ids
             if lost:
                 yield f"the ledger names rows that the store has not: {sorted(lost)[:4]}"
-    if found.is_recorded:
+    if found.record.exists:
         yield from (finding.text for finding in check_run(RunFolder.open(killed)) if not finding.ok)
         said = io.StringIO()
         with contextlib.redirect_stdout(said):

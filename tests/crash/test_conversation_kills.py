@@ -158,7 +158,7 @@ def test_a_run_killed_in_its_conversations(made, tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
 
     def go_on(folder: Path) -> Callable[[], object]:
-        return lambda: run(made(), run_dir=folder, resume=RunFolder(folder).is_recorded)
+        return lambda: run(made(), run_dir=folder, resume=RunFolder(folder).record.exists)
 
     process = in_a_process(go_on(straight))
     process.join()

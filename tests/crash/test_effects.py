@@ -65,7 +65,7 @@ def live(folder: Path, kill_after: int | None, environment: type[Killed] = Kille
         run(
             dataclasses.replace(pipeline(), environment=environment),
             run_dir=folder / "run",
-            resume=RunFolder(folder / "run").is_recorded,
+            resume=RunFolder(folder / "run").record.exists,
         )
 
     process = multiprocessing.get_context("fork").Process(target=act)

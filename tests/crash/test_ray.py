@@ -138,7 +138,7 @@ def test_two_learners_on_ray_of_which_one_is_killed_learn_like_one(tmp_path, mon
         assert time.monotonic() < late, (tmp_path / "driver.log").read_text()
         time.sleep(0.2)
         pid = run.heartbeat_of("supervisor").get("processes", {}).get("learner-1")
-        if killed is None and pid is not None and run.is_recorded and run.rows(run.metrics_file).last_step >= 3:
+        if killed is None and pid is not None and run.record.exists and run.rows(run.metrics_file).last_step >= 3:
             os.kill(pid, signal.SIGKILL)
             killed = pid
     said = (tmp_path / "driver.log").read_text()

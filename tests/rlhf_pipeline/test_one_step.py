@@ -23,8 +23,9 @@ import trajectory_store
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.definitions import find
 from rlhf_pipeline.run.build import build_models, build_parts
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
 from trajectory_store.file_access import choose
@@ -58,7 +59,7 @@ def one_step(pipeline: Pipeline, folder: Path) -> Counter[CodeType]:
     run = RunFolder(folder)
     run.path.mkdir()
     setup = Setup(pipeline=pipeline)
-    run.record(setup)
+    run.record.write(setup)
     models = build_models(pipeline, seed=0, device="cpu")
     with build_parts(pipeline, models, run=run, seed=0) as parts:
         source = MadeHere(pipeline, parts, lambda event: None)

@@ -20,10 +20,11 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_parts, checked_models
 from rlhf_pipeline.run.engines import chosen_engine, own_slots
 from rlhf_pipeline.run.evaluation import Evaluator, open_evaluator
-from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events
+from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events, tell
 from rlhf_pipeline.run.files import remove_folder
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.freed_memory import FreedMemory
+from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FreeRollouts, RequestedEvaluations, StalenessLimit
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
@@ -68,7 +69,7 @@ def collect(
         stop_on_signals(parent) as stop,
         shared_run(run, job, on_event=on_event),
         at_work(run, name, progress_timeout_s=job.progress_timeout_s) as heartbeat,
-        run.log(),
+        write_log(run),
     ):
         heartbeat.beat("starting")
         models = checked_models(job, run, on_event)

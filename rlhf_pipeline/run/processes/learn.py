@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_parts, checked_models
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.processes.remote_evaluations import RemoteEvaluations, open_awaited
 from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
@@ -42,7 +43,7 @@ def learn(job: Run, *, parent: int | None = None, on_event: EventHandler = ignor
         stop_on_signals(parent) as stop,
         shared_run(run, job, on_event=on_event, leads=True),
         at_work(run, "learner", progress_timeout_s=job.progress_timeout_s) as heartbeat,
-        run.log(),
+        write_log(run),
     ):
         heartbeat.beat("starting")
         run.place.write_rows()

@@ -9,12 +9,21 @@ from typing import Final
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
-from rlhf_pipeline.run.events import EventHandler
-from rlhf_pipeline.run.folder import RunFolder, Setup, tell
+from rlhf_pipeline.run.completeness import came_to_nothing, check_parts, clear_failed_start
+from rlhf_pipeline.run.continuation import (
+    check_free_or_recorded,
+    check_processes,
+    check_unchanged,
+    continuation_notices,
+)
+from rlhf_pipeline.run.disk import named_disk_errors
+from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
+from rlhf_pipeline.run.record import Setup
 from trajectory_store import StoreError, TrajectoryStore
 
 ALONE_S: Final = 30.0
@@ -45,35 +54,35 @@ def shared_run(
         make_stores: make the stores.
     """
     pipeline, seed, begins = setup.pipeline, setup.seed, False
-    with folder.named_disk_errors():
-        if leads and folder.came_to_nothing:
+    with named_disk_errors(folder):
+        if leads and came_to_nothing(folder):
             try:
-                folder.check_unchanged(pipeline, seed)
+                check_unchanged(folder, pipeline, seed)
             except RunMismatchError:
                 with suppress(RunExistsError), folder.lock():  # no other process is working on it
-                    folder.clear()
+                    clear_failed_start(folder)
         try:
             with folder.lock(shared=True):
                 with folder.setup_lock():
-                    again = folder.is_recorded
+                    again = folder.record.exists
                     begins = not again
-                    folder.check_free_or_recorded(resume=again)
+                    check_free_or_recorded(folder, resume=again)
                     if again:
-                        folder.check_processes(several=True)
-                        folder.check_unchanged(pipeline, seed, overrides=setup.overrides)
-                        folder.check_parts()
-                        for notice in folder.notices(pipeline, device=setup.device if leads else None):
+                        check_processes(folder, several=True)
+                        check_unchanged(folder, pipeline, seed, overrides=setup.overrides)
+                        check_parts(folder)
+                        for notice in continuation_notices(folder, pipeline, device=setup.device if leads else None):
                             tell(on_event, notice)
-                    if not again and not folder.record(setup):
+                    if not again and not folder.record.write(setup):
                         begins = False  # another machine's process was first
-                        folder.check_unchanged(pipeline, seed)
+                        check_unchanged(folder, pipeline, seed)
                     if make_stores:
                         _make_stores(folder, pipeline)
                 yield
         except (DataError, DefinitionError):
             if begins and not folder.place.is_remote:  # there, a process that joins may not be seen yet
                 with suppress(OSError, StoreError, RunExistsError), folder.lock():
-                    folder.clear()
+                    clear_failed_start(folder)
             raise
 
 

@@ -17,13 +17,16 @@ from typing import Any, Literal
 
 from rlhf_pipeline.errors import DataError, ProcessFailedError, typed
 from rlhf_pipeline.run.address import BESIDE, Address
+from rlhf_pipeline.run.completeness import came_to_nothing
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.processes.children import Child, Exit, SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
 from rlhf_pipeline.run.processes.launch import Launcher, Subprocesses
 from rlhf_pipeline.run.processes.run_files import at_work, shared_run
 from rlhf_pipeline.run.processes.weights import read_published, reopen
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.rows import NewRows
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import StopRequest, stop_on_signals
@@ -61,7 +64,7 @@ def supervise(
         stop_on_signals() as stop,
         shared_run(run, job, on_event=on_event, leads=True, make_stores=False),
         at_work(run, "supervisor", wait_s=0.0) as heartbeat,
-        run.log(run.supervisor_log, logging.INFO),
+        write_log(run, run.supervisor_log, logging.INFO),
     ):
         heartbeat.facts = {"collectors": config.collectors, "learners": config.learners}
         heartbeat.beat("starting")
@@ -228,7 +231,7 @@ class Supervisor:
 
     def _way_on(self) -> str:
         with suppress(StoreError, DataError):
-            if RunFolder(self.run_dir).came_to_nothing:
+            if came_to_nothing(RunFolder(self.run_dir)):
                 return "Nothing was stored: fix it, then type the same command again."
         again = f"rlhf-pipeline run --resume --out {typed(self.run_dir)}"
         return f"What was stored and learned is kept: fix it, then continue: {again}"

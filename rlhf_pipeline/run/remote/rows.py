@@ -119,7 +119,7 @@ class LineLog:
             except (ValueError, KeyError, TypeError):
                 whole, lines, head = False, b"", {}
             if not whole:
-                raise DataError(f"{self._bucket.where}/{self._name}: a part is not as it was written. {_RESTORE}")
+                raise DataError(f"{self._bucket.where}/{self._name}: a part fails its checksum. {_RESTORE}")
             yield Part(lines=lines, cut=head["cut"])
 
 

@@ -18,9 +18,10 @@ from rlhf_pipeline.cli.request import asked_run
 from rlhf_pipeline.cli.summary import finish
 from rlhf_pipeline.cli.torchrun import import_torch
 from rlhf_pipeline.run.events import RunFinished
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.children import SupervisorConfig
 from rlhf_pipeline.run.processes.launch import PLACE
+from rlhf_pipeline.run.record import Setup
 
 from ..report.conftest import write_run
 from .conftest import Cli
@@ -59,7 +60,9 @@ def test_a_learner_waits_for_the_collector_that_begins_the_run(cli: Cli, capsys:
     def begin() -> None:
         time.sleep(0.5)
         Path("new").mkdir()
-        RunFolder("new").record(Setup(pipeline=pipeline, definition="long_running", overrides=(), seed=3, device="cpu"))
+        RunFolder("new").record.write(
+            Setup(pipeline=pipeline, definition="long_running", overrides=(), seed=3, device="cpu")
+        )
 
     collector = threading.Thread(target=begin)
     collector.start()
@@ -141,7 +144,9 @@ def test_a_run_that_was_stopped_before_its_store_was_made_says_how_to_go_on(cli:
     """Ctrl-C while the processes start: no store, no error, and the command that goes on."""
     pipeline = definitions.find("long_running").pipeline(())
     Path("new").mkdir()
-    RunFolder("new").record(Setup(pipeline=pipeline, definition="long_running", overrides=(), seed=0, device="cpu"))
+    RunFolder("new").record.write(
+        Setup(pipeline=pipeline, definition="long_running", overrides=(), seed=0, device="cpu")
+    )
     plan = asked_run(parse(["run", "--resume", "--out", "new", "--collectors", "1"]))
     ended = RunFinished(
         run_dir=Path("new"),

@@ -17,6 +17,7 @@ from rlhf_pipeline.collectors.grading import Grader, check_all_failed
 from rlhf_pipeline.data.prompts import Prompt
 from rlhf_pipeline.errors import DataError, MissingPathError, RewardError
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.user_code.arguments import Sampled, bind
 
 from .conftest import Cli
@@ -166,7 +167,7 @@ def test_nothing_that_is_named_drives_the_terminal(cli: Cli, run_dir: Path, tmp_
     with pytest.raises(RewardError) as caught:
         check_all_failed(grades, grader.rewards)
     assert "\\x1b]0;owned" in str(caught.value)
-    with RunFolder(run_dir).log(tmp_path / "log.txt"):
+    with write_log(RunFolder(run_dir), tmp_path / "log.txt"):
         logging.getLogger("rlhf_pipeline").warning("%s", ESCAPE)
     assert "\x1b" not in (tmp_path / "log.txt").read_text()
     for error in (DataError(ESCAPE), MissingPathError(ESCAPE)):

@@ -294,7 +294,7 @@ def _trained(environment: Any, folder: Path, kill_at: int | None) -> int | None:
         changes = {"collect__prompts_per_rollout": 8, "collect__group_size": 4, "learn__steps": 3}
         changes |= {"learn__checkpoint_every": 1, "collect__num_slots": 12, "collect__max_new_tokens": 4}
         pipeline = small_lake(environment, **changes, collect__max_row_tokens=120, collect__reply_after=8)
-        run(pipeline, run_dir=folder, resume=RunFolder(folder).is_recorded)
+        run(pipeline, run_dir=folder, resume=RunFolder(folder).record.exists)
 
     process = multiprocessing.get_context("fork").Process(target=whole)
     process.start()

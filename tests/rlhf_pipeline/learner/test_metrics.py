@@ -16,8 +16,9 @@ from rlhf_pipeline.learner.metrics import ModelCost, StepSeen, data_metrics, kl_
 from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import Event
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loggers import with_logger
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import qwen2, tiny

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from rlhf_pipeline.errors import RunStorageError
 from rlhf_pipeline.policies.weight_files import named_write_errors
+from rlhf_pipeline.run.disk import named_disk_errors
 from rlhf_pipeline.run.folder import RunFolder
 
 
@@ -45,5 +46,5 @@ def test_a_missing_folder_is_an_oserror(tmp_path):
 def test_a_run_says_what_to_do_about_weights_that_cannot_be_written(tmp_path, number, advice):
     """The library names the error of the system in words; the run's sentence has the advice for it."""
     run = RunFolder(tmp_path)
-    with pytest.raises(RunStorageError, match=advice), run.named_disk_errors(), named_write_errors(tmp_path / "a"):
+    with pytest.raises(RunStorageError, match=advice), named_disk_errors(run), named_write_errors(tmp_path / "a"):
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import DataError, MissingPathError
-from rlhf_pipeline.run.folder import RunFolder, open_run_or_store
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.lookup import open_run_or_store
 
 
 def test_reads_what_a_run_wrote(run_dir: Path):

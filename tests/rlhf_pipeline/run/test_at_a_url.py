@@ -84,7 +84,7 @@ def test_a_run_that_was_killed_goes_on(url: str, tmp_path: Path):
     log = tmp_path / "log"
     first = begun("run", *PIPELINE, "--steps", "100000", "--out", url, out=log)
     run = RunFolder(url)
-    until(lambda: run.is_recorded and run.rows(run.metrics_file).last_step >= 3, first, log)
+    until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, first, log)
     assert f"has a run already: process {first.pid}" in said("run", "--resume", "--out", url, code=2)
     first.kill()
     first.join()
@@ -100,7 +100,7 @@ def test_two_learners_learn_like_one(url: str, tmp_path: Path):
     words = ["run", *PIPELINE, "--steps", "6", "--collectors", "1", "--learners", "2", "--out", url]
     process = begun(*words, out=log)
     run = RunFolder(url)
-    until(lambda: run.is_recorded and run.rows(run.metrics_file).last_step >= 3, process, log)
+    until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, process, log)
     pid = int(until(lambda: pid_of("learner-1"), process, log))
     os.kill(pid, signal.SIGKILL)
     assert ended(process, log, LATE_S).code == 0, log.read_text()

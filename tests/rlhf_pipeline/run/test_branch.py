@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import MissingPathError
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import newest, tiny, weights
 

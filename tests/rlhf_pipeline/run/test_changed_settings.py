@@ -24,8 +24,10 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run import build
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.config_diff import carries_over, is_allowed
+from rlhf_pipeline.run.continuation import check_unchanged
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.start import run
 from rlhf_pipeline.settings import paths_of
@@ -297,7 +299,7 @@ def test_every_other_field_is_refused_with_the_way_to_go(finished, tmp_path):
         inner[last] = "another"
         (copy / "config.json").write_text(json.dumps(other))
         with pytest.raises(RunMismatchError) as error:
-            RunFolder(copy).check_unchanged(BEFORE, 0, overrides=[(path, "text")])
+            check_unchanged(RunFolder(copy), BEFORE, 0, overrides=[(path, "text")])
         said = str(error.value)
         assert f"{path} was 'another', is {value!r}" in said
         new = f"rlhf-pipeline run --from {copy}@2 --set {path}=text --out OTHER_FOLDER"
@@ -306,7 +308,7 @@ def test_every_other_field_is_refused_with_the_way_to_go(finished, tmp_path):
         refused += 1
     assert refused > 80
     with pytest.raises(RunMismatchError, match=r"seed was 0, is 3.*--from .*@2 --seed 3 --out"):
-        RunFolder(finished).check_unchanged(BEFORE, 3)
+        check_unchanged(RunFolder(finished), BEFORE, 3)
 
 
 def weights_and_moments_by_hand(folder: Path, *, policy: Any, optimizer: Any) -> None:
@@ -453,12 +455,12 @@ def test_lines_and_record_tell_the_settings_of_steps_that_are_taken_again(finish
     after = changed(BEFORE, learn__steps="4", learn__lr="3e-3")
     run(after, run_dir=copy, resume=True)
     assert [row["lr"] for row in RunFolder(copy).metrics] == [1e-2, 1e-2, 3e-3, 3e-3]
-    assert RunFolder(copy).history[-1]["from_step"] == 3
+    assert RunFolder(copy).record.history[-1]["from_step"] == 3
     for step in (2, 4):
         shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
     run(after, run_dir=copy, resume=True)  # from step 0, with what was changed since
     assert [row["lr"] for row in RunFolder(copy).metrics] == [3e-3] * 4
-    assert {change["from_step"] for change in RunFolder(copy).history} == {1}
+    assert {change["from_step"] for change in RunFolder(copy).record.history} == {1}
 
 
 def test_steps_of_a_changed_run_come_out_bit_for_bit(finished, tmp_path):

@@ -17,6 +17,8 @@ from rlhf_pipeline import Pipeline, PretrainedPolicy, scratch_policy
 from rlhf_pipeline.data.prompts import CopyDigits, Prompts
 from rlhf_pipeline.errors import DataError, DefinitionError, ProcessFailedError, RunExistsError, RunStorageError
 from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.run.completeness import came_to_nothing, is_free
+from rlhf_pipeline.run.disk import named_disk_errors
 from rlhf_pipeline.run.events import Event, Notice, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.supervise import SupervisorConfig, supervise
@@ -84,7 +86,7 @@ def test_another_store_in_its_place_is_noticed(copied, tmp_path):
     run(short, run_dir=tmp_path / "other")
     shutil.rmtree(copied / "store")
     (tmp_path / "other" / "store").rename(copied / "store")
-    with pytest.raises(DataError, match="store has seen 8 trajectories, and the run had stored 32"):
+    with pytest.raises(DataError, match="store contains only 8 of the 32 trajectories that the run stored"):
         run(longer(), run_dir=copied, resume=True)
 
 
@@ -121,11 +123,11 @@ def test_a_start_that_came_to_nothing_is_taken_over(tmp_path):
 
     with pytest.raises(RuntimeError, match="not yet written"):
         run(dataclasses.replace(PIPELINE, reward=broken), run_dir=tmp_path / "run")
-    assert RunFolder(tmp_path / "run").came_to_nothing
+    assert came_to_nothing(RunFolder(tmp_path / "run"))
     other = dataclasses.replace(PIPELINE, learn=dataclasses.replace(PIPELINE.learn, lr=2e-2))
     assert run(other, run_dir=tmp_path / "run", seed=3).steps == 4
     assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 3
-    assert not RunFolder(tmp_path / "run").came_to_nothing
+    assert not came_to_nothing(RunFolder(tmp_path / "run"))
     with pytest.raises(RunExistsError):
         run(other, run_dir=tmp_path / "run", seed=3)
 
@@ -151,7 +153,7 @@ def test_a_supervised_start_that_came_to_nothing_is_taken_over(tmp_path):
     for pipeline in (PIPELINE, dataclasses.replace(PIPELINE, prompts=CopyDigits(num_digits=2))):
         with pytest.raises(ProcessFailedError, match="Nothing was stored: fix it, then type the same command again"):
             supervise(Run(pipeline=pipeline, run_dir=tmp_path / "run"), SupervisorConfig(), launch=fails)
-        assert RunFolder(tmp_path / "run").is_free
+        assert is_free(RunFolder(tmp_path / "run"))
     assert RunFolder(tmp_path / "run").config.pipeline["prompts"]["num_digits"] == 2
 
 
@@ -166,8 +168,8 @@ def test_a_prompt_that_fills_the_context_is_found_before_anything_is_stored(tmp_
         DataError, match=r"the prompt of line 2 of .*prompts\.jsonl .* has 700 tokens, and .* context is 512"
     ):
         start(asked, run_dir=tmp_path / "run")
-    assert RunFolder(tmp_path / "run").is_free
-    assert not RunFolder(tmp_path / "run").is_recorded
+    assert is_free(RunFolder(tmp_path / "run"))
+    assert not RunFolder(tmp_path / "run").record.exists
     assert start is not run or not (tmp_path / "run").exists()
     file.write_text(json.dumps({"question": "1" * 10_000_000, "answer": "1"}) + "\n")
     longest = dataclasses.replace(PIPELINE, prompts=Prompts(path=str(file), as_chat=False, limit=1))
@@ -213,7 +215,7 @@ def test_a_folder_that_was_moved_is_not_called_unwritable(tmp_path):
     run.path.mkdir()
     gone = r"is gone: it was moved or removed .*--resume --out NEW_PLACE"
     run.path.rename(tmp_path / "elsewhere")
-    with pytest.raises(RunStorageError, match=gone), run.named_disk_errors():
+    with pytest.raises(RunStorageError, match=gone), named_disk_errors(run):
         run.metrics_file.write_text("{}")
 
 
@@ -221,6 +223,6 @@ def test_an_error_that_is_not_about_the_folder_stays_what_it_is(tmp_path):
     """An EINVAL of a sleep, or a missing file elsewhere, is not called an error of the run folder."""
     run = RunFolder(tmp_path / "run")
     for error in (OSError(errno.EINVAL, "Invalid argument"), FileNotFoundError(errno.ENOENT, "gone", "/nowhere/x")):
-        with pytest.raises(OSError, match=r"Invalid|gone") as caught, run.named_disk_errors():
+        with pytest.raises(OSError, match=r"Invalid|gone") as caught, named_disk_errors(run):
             raise error
         assert caught.value is error

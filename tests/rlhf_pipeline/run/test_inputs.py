@@ -16,10 +16,12 @@ from rlhf_pipeline import CopyDigits, Pipeline, PretrainedPolicy, Prompts, TinyP
 from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.errors import RunMismatchError
 from rlhf_pipeline.run.config_diff import is_allowed
+from rlhf_pipeline.run.continuation import check_unchanged, continuation_notices
 from rlhf_pipeline.run.events import Event, EventHandler, Notice
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.inputs import check_inputs, describe_inputs
 from rlhf_pipeline.run.processes.run_files import shared_run
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.small import changed, tiny
 
@@ -42,14 +44,14 @@ def pipeline(tmp_path) -> Pipeline:
 
 def recorded(pipeline: Pipeline, run_dir: Path) -> Path:
     run_dir.mkdir(exist_ok=True)
-    RunFolder(run_dir).record(Setup(pipeline=pipeline, definition="x", overrides=(), seed=0, device="cpu"))
+    RunFolder(run_dir).record.write(Setup(pipeline=pipeline, definition="x", overrides=(), seed=0, device="cpu"))
     return run_dir
 
 
 def test_unchanged_files_pass(pipeline, tmp_path):
     """The same files pass; so does a run that was recorded before files were, and one without any."""
     run_dir = recorded(pipeline, tmp_path / "run")
-    RunFolder(run_dir).check_unchanged(pipeline, 0)
+    check_unchanged(RunFolder(run_dir), pipeline, 0)
     check_inputs(run_dir, {}, pipeline)
     scratch = dataclasses.replace(pipeline, policy=TinyPolicy(), prompts=CopyDigits())
     assert describe_inputs(scratch) == {}
@@ -62,13 +64,13 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     whole = file.read_text()
     file.write_text(whole.replace('"2"', '"3"'))
     with pytest.raises(RunMismatchError, match=r"prompts\.jsonl \(prompts\.path\) has changed .*68 bytes as before"):
-        RunFolder(run_dir).check_unchanged(pipeline, 0)
+        check_unchanged(RunFolder(run_dir), pipeline, 0)
     file.write_text(whole + "\n")
     with pytest.raises(RunMismatchError, match=r"it had 68 bytes, it has 69\. Put the old one back"):
-        RunFolder(run_dir).check_unchanged(pipeline, 0)
-    RunFolder(run_dir).check_unchanged(pipeline, 0, inputs=False)
+        check_unchanged(RunFolder(run_dir), pipeline, 0)
+    check_unchanged(RunFolder(run_dir), pipeline, 0, inputs=False)
     file.write_text(whole)
-    RunFolder(run_dir).check_unchanged(pipeline, 0)
+    check_unchanged(RunFolder(run_dir), pipeline, 0)
 
 
 def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tmp_path):
@@ -77,11 +79,11 @@ def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tm
     file, other = Path(pipeline.prompts.path), tmp_path / "other.jsonl"  # pyright: ignore[reportAttributeAccessIssue]
     moved = dataclasses.replace(pipeline, prompts=dataclasses.replace(pipeline.prompts, path=str(other)))
     other.write_text(file.read_text())
-    RunFolder(run_dir).check_unchanged(moved, 0)
+    check_unchanged(RunFolder(run_dir), moved, 0)
     other.write_text(file.read_text() + "\n")
     said = rf"prompts\.path was {file}, is {other}, whose content is another: it had 68 bytes, it has 69\. Name the"
     with pytest.raises(RunMismatchError, match=said):
-        RunFolder(run_dir).check_unchanged(moved, 0)
+        check_unchanged(RunFolder(run_dir), moved, 0)
 
 
 def test_other_end_tokens_are_refused(pipeline, tmp_path):
@@ -91,7 +93,7 @@ def test_other_end_tokens_are_refused(pipeline, tmp_path):
     run_dir = recorded(pipeline, tmp_path / "run")
     file.write_text('{"eos_token_id": [1, 5]}')
     with pytest.raises(RunMismatchError, match=r"policy\.path\) has changed .* its generation_config\.json differ"):
-        RunFolder(run_dir).check_unchanged(pipeline, 0)
+        check_unchanged(RunFolder(run_dir), pipeline, 0)
 
 
 @pytest.mark.parametrize("where", [0, -1])
@@ -103,12 +105,12 @@ def test_an_overwritten_model_is_refused(pipeline, tmp_path, where):
     content[where] ^= 1
     weights.write_bytes(content)
     with pytest.raises(RunMismatchError, match=r"model \(policy\.path\) has changed .*its model\.safetensors differ"):
-        RunFolder(run_dir).check_unchanged(pipeline, 0)
+        check_unchanged(RunFolder(run_dir), pipeline, 0)
     content[where] ^= 1
     weights.write_bytes(content)
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(RunMismatchError, match=r"its config\.json differ"):
-        RunFolder(run_dir).check_unchanged(pipeline, 0)
+        check_unchanged(RunFolder(run_dir), pipeline, 0)
 
 
 def edited(run_dir: Path, record: dict[str, Any]) -> None:
@@ -123,16 +125,16 @@ def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_
     record = json.loads((run_dir / "config.json").read_text())
     del record["pipeline"]["learn"]["layout"]
     edited(run_dir, record)
-    RunFolder(run_dir).check_unchanged(pipeline, 0)
+    check_unchanged(RunFolder(run_dir), pipeline, 0)
     slower = dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, beta1=0.5))
     del record["pipeline"]["learn"]["beta1"]
     edited(run_dir, record)
     with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9, is 0\.5"):
-        RunFolder(run_dir).check_unchanged(slower, 0)
+        check_unchanged(RunFolder(run_dir), slower, 0)
     record["pipeline"]["learn"]["beta2"] = 0.5
     edited(run_dir, record)
     with pytest.raises(RunMismatchError, match=r"learn\.beta2 was 0\.5"):
-        RunFolder(run_dir).check_unchanged(pipeline, 0)
+        check_unchanged(RunFolder(run_dir), pipeline, 0)
 
 
 GRADED = """\
@@ -185,7 +187,7 @@ def of_a_supervisor(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -
     """Begin as a supervisor and a learner do."""
     setup = Setup(pipeline=pipeline, definition="", overrides=(), seed=0, device="cpu")
     with shared_run(RunFolder(run_dir), setup, on_event=on_event, leads=True, make_stores=False):
-        RunFolder(run_dir).record(setup, from_step=1)  # as the learner does after its first step
+        RunFolder(run_dir).record.write(setup, first_step=1)  # as the learner does after its first step
 
 
 def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) -> None:
@@ -239,13 +241,13 @@ def test_every_changed_setting_is_refused_or_said_or_without_effect(tmp_path):
         edited(run_dir, record)
         run, notices = RunFolder(run_dir), []
         if is_allowed(path):
-            run.check_unchanged(pipeline, 0)
-            notices = list(run.notices(pipeline, device="cpu"))
+            check_unchanged(run, pipeline, 0)
+            notices = list(continuation_notices(run, pipeline, device="cpu"))
             assert all(f"{path} was" in notice for notice in notices)
             silent |= set() if notices else {path}
         else:
             with pytest.raises(RunMismatchError, match=f"{path} was 'another'"):
-                run.check_unchanged(pipeline, 0)
+                check_unchanged(run, pipeline, 0)
     assert silent == {
         *(
             "description",
@@ -269,13 +271,17 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     pipeline = tiny()
     run_dir = recorded(pipeline, tmp_path / "run")
     run, longer = RunFolder(run_dir), dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, steps=99))
-    assert list(run.notices(longer, device="cpu")) == []
-    assert list(run.notices(pipeline)) == []
-    assert [notice.split(":")[0] for notice in run.notices(pipeline, device="cuda")] == ["device was cpu, is cuda"]
+    assert list(continuation_notices(run, longer, device="cpu")) == []
+    assert list(continuation_notices(run, pipeline)) == []
+    assert [notice.split(":")[0] for notice in continuation_notices(run, pipeline, device="cuda")] == [
+        "device was cpu, is cuda"
+    ]
     record = json.loads((run_dir / "config.json").read_text())
     record["versions"]["torch"] = "0.9"
     edited(run_dir, record)
-    assert [notice.split(",")[0] for notice in RunFolder(run_dir).notices(pipeline, device="cpu")] == ["torch was 0.9"]
+    assert [notice.split(",")[0] for notice in continuation_notices(RunFolder(run_dir), pipeline, device="cpu")] == [
+        "torch was 0.9"
+    ]
 
 
 def test_another_number_of_threads_is_said(tmp_path):
@@ -286,6 +292,6 @@ def test_another_number_of_threads_is_said(tmp_path):
     assert record["machine"]["threads"] == torch.get_num_threads()
     record["machine"]["threads"] += 3
     edited(run_dir, record)
-    (notice,) = RunFolder(run_dir).notices(pipeline, device="cpu")
+    (notice,) = continuation_notices(RunFolder(run_dir), pipeline, device="cpu")
     before, now = torch.get_num_threads() + 3, torch.get_num_threads()
     assert notice.startswith(f"threads was {before}, is {now} (to keep it: OMP_NUM_THREADS={before}): from here on")

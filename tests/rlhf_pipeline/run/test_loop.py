@@ -27,8 +27,9 @@ from rlhf_pipeline.run import loop as loops
 from rlhf_pipeline.run.build import build_models, build_parts
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
 from rlhf_pipeline.run.events import Event, EventHandler, Notice, RunStarted, StepDone, ignore_events
-from rlhf_pipeline.run.folder import RunFolder, Setup
+from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop, Progress, Source, StepBatch
+from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
 from tests.rlhf_pipeline.small import tiny, weights
@@ -93,8 +94,8 @@ def loop_in(
     """Yield the loop of a run that is begun, or gone on with."""
     run, setup = RunFolder(folder), Setup(pipeline=pipeline)
     run.path.mkdir(exist_ok=True)
-    if not run.is_recorded:
-        run.record(setup)
+    if not run.record.exists:
+        run.record.write(setup)
     with build_parts(pipeline, build_models(pipeline, seed=0, device="cpu"), run=run, seed=0) as parts:
         source = Told(MadeHere(pipeline, parts, on_event), change)
         source.last = last

@@ -195,14 +195,14 @@ def test_many_parts_are_read_as_blocks(memory, tmp_path):
 
 
 def test_a_changed_part_is_named(memory, tmp_path):
-    """A line that is not as it was written is an error with the name of the file, and no row."""
+    """A line that fails its checksum is an error that names the file, and yields no row."""
     written, outbox = rows_of(memory, tmp_path, "writer")
     written.begin()
     written.append({"step": 1, "loss": 0.5})
     outbox.flush()
     key = bucket(memory).keys("ledger.jsonl/parts/")[-1]
     obstore.put(memory, key, bytes(obstore.get(memory, key).bytes()).replace(b"0.5", b"0.6"))
-    with pytest.raises(DataError, match=r"ledger\.jsonl: a part is not as it was written"):
+    with pytest.raises(DataError, match=r"ledger\.jsonl: a part fails its checksum"):
         rows_of(memory, tmp_path, "reader")
 
 

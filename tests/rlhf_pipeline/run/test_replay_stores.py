@@ -18,6 +18,7 @@ from rlhf_pipeline.exchange import TrajectoryRecorder, import_files
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.report.diff_steps import compare_figures, compare_weights
 from rlhf_pipeline.run.build import build_policy
+from rlhf_pipeline.run.choice_record import gathered_counts
 from rlhf_pipeline.run.events import Event, Notice, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rerun import plan_rerun, rerun
@@ -306,7 +307,7 @@ def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path, monkeypatch,
     words = ["collect", "long_running", *out, "--set", "learn.steps=10", *sizes]
     names = ("collector-0", "collector-1")
     collectors = [begun(*words, "--name", name, out=tmp_path / name) for name in names]
-    while not RunFolder("runs/long").is_recorded and any(each.is_alive() for each in collectors):
+    while not RunFolder("runs/long").record.exists and any(each.is_alive() for each in collectors):
         time.sleep(0.05)
     assert main(["learn", *out]) == 0
     done = [ended(each, tmp_path / name) for each, name in zip(collectors, names, strict=True)]
@@ -410,7 +411,7 @@ def test_a_damaged_trajectory_is_not_learned_from_and_is_left_out_on_request(tmp
         assert main([*words, named[command], "--skip-damaged"]) == 0
         said = capsys.readouterr().out
         assert ("4 are damaged and were left out" if command == "replay" else "8 trajectories, 4 left out") in said
-    assert RunFolder(tmp_path / "run").gathered()["trajectories"] == 8
+    assert gathered_counts(RunFolder(tmp_path / "run"))["trajectories"] == 8
     with TrajectoryStore.open("copied") as copied, TrajectoryStore.open("whole") as whole:
         kept = whole.ids()[[0, 1, 2, 3, 8, 9, 10, 11]]
         assert copied.read_scalars("advantage").tolist() == whole.read_scalars("advantage", kept).tolist()

@@ -57,7 +57,7 @@ def test_lines_that_something_else_wrote(written):
     assert steps(again) == [1, 2, 3, 4, 5, 6]
     again.append({"step": 7})
     assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6, 7]
-    assert list(again.problems()) == ["line 6 is not as it was written: it was cut, changed or moved"]
+    assert list(again.problems()) == ["line 6 fails its checksum: it was cut, changed or moved"]
 
 
 def test_a_torn_tail_is_taken_off_before_the_next_row(written):
@@ -158,7 +158,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
 def test_a_changed_line_is_refused(written):
     """What a resume does: a digit changed in a line of the middle is an error."""
     written.path.write_bytes(written.path.read_bytes().replace(b"0.01", b"0.02"))
-    with pytest.raises(DataError, match="line 2 is not as it was written"):
+    with pytest.raises(DataError, match="line 2 fails its checksum"):
         StepRows(written.path).recheck()
 
 
@@ -173,7 +173,7 @@ def test_a_changed_line_is_not_given_out_as_a_row(written):
     """A digit that was changed in place leaves valid JSON; its checksum says that it is not what was written."""
     written.path.write_bytes(written.path.read_bytes().replace(b"0.01", b"0.02"))
     again = StepRows(written.path)
-    with pytest.raises(DataError, match="line 2 is not as it was written"):
+    with pytest.raises(DataError, match="line 2 fails its checksum"):
         again.of_step(2)
     assert again.of_step(3) == written.of_step(3)
 

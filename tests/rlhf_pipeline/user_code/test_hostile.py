@@ -265,4 +265,4 @@ def test_rows_are_those_of_functions_that_change_nothing(
     assert (graded["agrees"], graded["different"]) == (True, 0)
     metas = [json.loads(meta)["prompt"] for meta in expected["store.meta"]]
     assert all(meta["tests"] == ["t0", "t1", "t2", "t3"] for meta in metas)
-    assert RunFolder(tmp_path / "hostile").is_recorded
+    assert RunFolder(tmp_path / "hostile").record.exists
