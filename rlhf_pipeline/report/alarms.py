@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from rlhf_pipeline.errors import PipelineError, typed
 from rlhf_pipeline.report.formatting import count, duration
 from rlhf_pipeline.run.disk import Room
+from rlhf_pipeline.run.completeness import came_to_nothing, missing_parts
 from rlhf_pipeline.run.folder import RunFolder
 
 SILENT_S: Final = 30.0
@@ -118,7 +119,7 @@ def _missing_parts(run: RunFolder, since: float | None) -> Alarm | None:
     try:
         for read_before in (run.ledger, run.metrics):
             read_before.refresh()
-        problems = [] if run.came_to_nothing else list(run.missing_parts())
+        problems = [] if came_to_nothing(run) else list(missing_parts(run))
     except (PipelineError, OSError) as error:
         problems = [str(error)]
     if not problems:

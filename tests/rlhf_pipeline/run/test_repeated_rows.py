@@ -152,9 +152,9 @@ def test_a_changed_line_before_the_checkpoint_stops_the_resume(copied, name, dig
 @pytest.mark.parametrize(
     ("part", "named"),
     [
-        ("metrics.jsonl", "that of metrics.jsonl"),
-        ("ledger.jsonl", "that of ledger.jsonl"),
-        ("checkpoints/step-00000002", "that of ledger.jsonl and metrics.jsonl"),
+        ("metrics.jsonl", "in metrics.jsonl"),
+        ("ledger.jsonl", "in ledger.jsonl"),
+        ("checkpoints/step-00000002", "in ledger.jsonl and metrics.jsonl"),
     ],
 )
 def test_a_part_of_another_run_stops_the_resume_and_is_named(copied, tmp_path, part, named):
@@ -164,7 +164,7 @@ def test_a_part_of_another_run_stops_the_resume_and_is_named(copied, tmp_path, p
     (shutil.copytree if (tmp_path / "other" / part).is_dir() else shutil.copyfile)(
         tmp_path / "other" / part, copied / part
     )
-    with pytest.raises(DataError, match=rf"step-00000002 does not fit its run: .*line of step 2 than {named}"):
+    with pytest.raises(DataError, match=rf"step-00000002 does not fit its run: .*line of step 2 {named}"):
         run(PIPELINE, run_dir=copied, resume=True)
     said = [finding.text for finding in check_run(RunFolder.open(copied)) if not finding.ok]
     assert any("step-00000002: its line of step 2" in text for text in said), said
