@@ -11,8 +11,8 @@ from typing import Any, Final, Literal
 
 from rlhf_pipeline.errors import PipelineError, typed
 from rlhf_pipeline.report.formatting import count, duration
-from rlhf_pipeline.run.disk import Room
 from rlhf_pipeline.run.completeness import came_to_nothing, missing_parts
+from rlhf_pipeline.run.disk import Room
 from rlhf_pipeline.run.folder import RunFolder
 
 SILENT_S: Final = 30.0

@@ -15,6 +15,7 @@ from rlhf_pipeline.run.continuation import check_free_or_recorded
 from rlhf_pipeline.run.disk import named_disk_errors
 from rlhf_pipeline.run.files import MANIFEST, folder_problem, new_folder
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.lookup import is_run
 from rlhf_pipeline.run.record import Setup
 
 _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.safetensors"})
