@@ -98,6 +98,15 @@ class Segment(ABC):
         self.newest_ns: int = 0
         self.finished: bool = False
         self.gaps: list[Gap] = []
+        """What is not served. This, and the four that follow, hold for the files as they were opened."""
+        self.reported = 0
+        """How many gaps a warning has told of."""
+        self.stamped: object = None
+        """The state of the files when they were last compared to find what was put back."""
+        self.is_read = False
+        """Whether checked reads have read of it, so that they ask for the state of its files."""
+        self.is_unfit = False
+        """Whether a merge has found damage in it."""
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, tuple[int, int]] = {}

@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,13 @@ class Address(NamedTuple):
     rows: Int64Array
 
 
+class Failed(NamedTuple):
+    """A segment that a record names and that cannot be opened, or, without an error, a merged one that has damage."""
+
+    entry: Entry
+    error: Exception | None
+
+
 def _may_hold(segment: Segment, ids: Int64Array) -> bool:
     """Return whether a segment may hold some of these rows."""
     try:
@@ -76,7 +83,6 @@ class Catalog:
         self.generation = 0
         self.problems: list[str] = []
         self._told: set[str] = set()
-        self.damaged: set[int] = set()
         self.newest_ns = 0
         self._watermark = 0
         self.state = self.journal.state
@@ -87,12 +93,8 @@ class Catalog:
         self._runs_of = -1, -1
         self.lock = threading.RLock()
         self._known: dict[int, Entry] = {}
-        self.failed: dict[int, Entry] = {}
-        """The segments that are named and cannot be opened."""
-        self.doubtful: set[int] = set()
-        """Those, and merged ones that were found damaged as they were opened: others may hold their rows."""
-        self._unread: set[int] = set()
-        self._noted: dict[int, int] = {}
+        self.failed: dict[int, Failed] = {}
+        """The segments that the newest record names and that are not there as a whole: others may hold their rows."""
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
         self._moved = False
         self._gappy: list[Segment] = []
@@ -104,13 +106,9 @@ class Catalog:
         fork_safety.guard(self, 1, self.lock, self._syncing)
         self._synced: dict[int, int] = {}
         self._unsynced = False
-        self._stamps: dict[int, object] = {}
         self._look_at = 0.0
-        self._looked_at: set[int] = set()
-        """The segments of which checked reads have read."""
-        self._checked = -1
-        self._columns_checked: dict[tuple[str, bool], int] = {}
-        """Per column, with its flags or without, the generation in which all its values were compared."""
+        self._compared: dict[tuple[str, bool] | None, int] = {}
+        """Per column, with its flags or without, and of all, the generation in which every value was compared."""
         self.is_doubtful = False
         """Whether an exception from outside ended a call, perhaps halfway through a change of this view."""
         self._take_state(opening=True)
@@ -138,7 +136,7 @@ class Catalog:
             self._look_at = 0.0
             self.medium.bucket.beside(self.journal.catch_up, self._read_commits)
             changed = self.journal.state.number != self.state.number
-            if changed or self._unread:
+            if changed or any(isinstance(failed.error, OSError) for failed in self.failed.values()):
                 self._take_state()
             if changed:
                 self._read_commits()  # a writer that began a new segment may have added to its previous one first
@@ -200,7 +198,7 @@ class Catalog:
                 break
         for entry in new:
             found = opened[entry.ordinal]
-            if isinstance(found, OSError) and not opening and entry.ordinal not in self._unread:
+            if isinstance(found, OSError) and not opening and entry.ordinal not in self.failed:
                 raise fs.unreadable(found, found.filename or self.medium.where) from found
             if isinstance(found, Segment) and found.schema != state.schema.only(found.schema.names):
                 opened[entry.ordinal] = CorruptionError(
@@ -223,9 +221,13 @@ class Catalog:
 
         None if there is a newer record by now, which may name all that.
         """
-        failed = {e.ordinal for e in state.entries if isinstance(opened.get(e.ordinal), CorruptionError)}
-        failed |= self.failed.keys() | self._damaged_merges(state, opened)
-        self.doubtful |= failed
+        for entry in state.entries:
+            found = opened.get(entry.ordinal)
+            if isinstance(found, CorruptionError):
+                self.failed[entry.ordinal] = Failed(entry, found)
+            elif entry.merged and isinstance(found, Segment) and any(map(found.is_damage, found.gaps)):
+                self.failed[entry.ordinal] = Failed(entry, None)
+        failed = self.failed.keys()
         if not failed and self.journal.is_sound and not (opening and self.medium.has_later(state)):
             return state
         after = rebuild(state, self.medium.survey(state), failed)
@@ -237,13 +239,9 @@ class Catalog:
         self._note(f"{names} was found without a record of the catalog that names it: records are missing.")
         return after
 
-    def _damaged_merges(self, state: State, opened: Mapping[int, Segment | Exception]) -> set[int]:
-        """Return the merged segments that are there in part: a copy may still have what they were made of."""
-        merged = {e.ordinal: opened.get(e.ordinal) for e in state.entries if e.merged}
-        return {o for o, s in merged.items() if isinstance(s, Segment) and any(map(s.is_damage, s.gaps))}
-
     def _may_open(self, entry: Entry) -> bool:
-        return entry != self.failed.get(entry.ordinal) or entry.ordinal in self._unread
+        failed = self.failed.get(entry.ordinal)
+        return failed is None or failed.entry != entry or isinstance(failed.error, OSError)
 
     def _follow_to(self, state: State, new: Mapping[Entry, Segment | Exception]) -> None:
         """Switch to a record. Nothing is read here, so nothing fails halfway."""
@@ -257,8 +255,8 @@ class Catalog:
         self._homes = homes  # in one assignment: another thread sees the rows before or after the change
         for ordinal in gone:
             self._forget(ordinal)
-        self._unread &= {entry.ordinal for entry in state.entries}
-        self.failed = {ordinal: entry for ordinal, entry in self.failed.items() if entry in state.entries}
+        named = {*state.entries, *self.journal.state.entries}
+        self.failed = {ordinal: failed for ordinal, failed in self.failed.items() if failed.entry in named}
         self.newest_ns = max(self.newest_ns, state.time_ns)
         if new or gone:
             self.generation += 1
@@ -268,11 +266,11 @@ class Catalog:
                 known.accepted = entry.accepted
         self._note_gaps()
         for entry, found in new.items():
-            self._unread.discard(entry.ordinal)
-            if not isinstance(found, Segment):
-                self.failed[entry.ordinal] = entry
-                if isinstance(found, OSError):
-                    self._unread.add(entry.ordinal)
+            if isinstance(found, Segment):
+                if (failed := self.failed.get(entry.ordinal)) is not None and failed.error is not None:
+                    del self.failed[entry.ordinal]
+            else:
+                self.failed[entry.ordinal] = Failed(entry, found)
                 self._note(f"{entry.name}: cannot be opened: {found}")
         for problem in self.journal.problems:
             self._note(problem)
@@ -334,8 +332,8 @@ class Catalog:
         self._gappy = [s for s in self.segments.values() if s.gaps]
         for segment in (*self._gappy, *(s for s in self.updates.values() if s.gaps)):
             new = [gap for gap in segment.gaps if segment.is_damage(gap)]
-            if new and len(new) != self._noted.get(segment.ordinal):
-                self._noted[segment.ordinal] = len(new)
+            if new and len(new) != segment.reported:
+                segment.reported = len(new)
                 rows, more = sum(gap.end - gap.first for gap in new), f" (and {len(new) - 1} more)" * (len(new) > 1)
                 self._note(f"{segment.name}: {rows} rows are not served: {new[0].why}{more}.")
 
@@ -376,11 +374,14 @@ class Catalog:
         """
         failed = False
         with self.lock:
-            new = {segment.ordinal for segment, _ in wanted} - self._looked_at
-            self._looked_at |= new
-            self._look(self._looked_at if self.look_is_due else new)
+            new = {segment for segment, _ in wanted if not segment.is_read}
+            for segment in new:
+                segment.is_read = True
+            self._look(self.every_segment if self.look_is_due else new)
         for segment, rows in wanted:
-            failed |= segment.check_rows(rows, columns, flags=flags)
+            if segment.check_rows(rows, columns, flags=flags):
+                failed = True
+                self._read_anew(segment)
         if failed:
             with self.lock:
                 before, self._warn = self._warn, warn and self._warn  # else an error follows that names the rows
@@ -388,12 +389,13 @@ class Catalog:
                     self.note_damage()
                 finally:
                     self._warn = before
-        every = (*self.segments.values(), *self.updates.values())
-        whole = all(segment.is_checked for segment in every) and not self.lost_updates
-        self._checked = self.generation if whole else -1
-        for column in columns if not self.lost_updates else ():
-            if all(segment.has_compared(column, flags=flags) for segment in every):
-                self._columns_checked[column.name, flags] = self.generation
+        if not self.lost_updates:
+            every = self.every_segment
+            if all(segment.is_checked for segment in every):
+                self._compared[None] = self.generation
+            for column in columns:
+                if all(segment.has_compared(column, flags=flags) for segment in every):
+                    self._compared[column.name, flags] = self.generation
         return failed
 
     def damage(self, ids: Int64Array | None) -> list[tuple[Segment, Gap, Int64Array]]:
@@ -405,7 +407,7 @@ class Catalog:
         updates = [(update, slice(0, update.rows)) for update in self.updates.values()]
         if ids is None:
             runs: list[tuple[Segment, Rows]] = [(segment, slice(0, segment.rows)) for segment in self.row_segments()]
-            lost = ", ".join(entry.name for entry in self.failed.values())
+            lost = ", ".join(entry.name for entry in self.unopened)
         else:
             places, lost = self._find(ids), self.lost_updates
             owners = distinct(places.ordinals[places.ordinals >= 0])
@@ -430,19 +432,27 @@ class Catalog:
     @property
     def lost_updates(self) -> str:
         """The names of segments of updates that cannot be opened: later values of any row may be in them."""
-        return ", ".join(entry.name for entry in self.failed.values() if entry.kind == "update")
+        return ", ".join(entry.name for entry in self.unopened if entry.kind == "update")
 
-    def _look(self, ordinals: Collection[int]) -> None:
+    @property
+    def unopened(self) -> list[Entry]:
+        """The segments that count and cannot be opened."""
+        return [f.entry for f in self.failed.values() if f.error is not None and f.entry in self.state.entries]
+
+    @property
+    def every_segment(self) -> list[Segment]:
+        """The segments of rows and of updates."""
+        return [*self.segments.values(), *self.updates.values()]
+
+    def _look(self, segments: Iterable[Segment]) -> None:
         """Ask whether the files of segments are still the same; the time until all are asked again is far longer."""
         count = 0
-        for ordinal in [*ordinals]:
-            segment = self.segments.get(ordinal) or self.updates.get(ordinal)
-            if segment is None:
-                self._looked_at.discard(ordinal)
+        for segment in segments:
+            if not segment.is_read:
                 continue
             count += len(segment.specs)
             if segment.has_changed():
-                self._columns_checked = {}
+                self._compared = {}
                 self._read_anew(segment)
         if self.look_is_due:
             self._look_at = time.perf_counter() + max(LEAST_LOOK_S, LOOK_RARELY * STAT_S * count)
@@ -450,11 +460,11 @@ class Catalog:
     @property
     def is_checked(self) -> bool:
         """Whether every commit was compared with its checksum, and files need not be looked at again yet."""
-        return self._checked == self.generation and not self.look_is_due
+        return self._compared.get(None) == self.generation and not self.look_is_due
 
     def has_checked(self, column: Column, *, flags: bool) -> bool:
         """Return whether all values of a column were compared, and files need not be looked at again yet."""
-        return self._columns_checked.get((column.name, flags)) == self.generation and not self.look_is_due
+        return self._compared.get((column.name, flags)) == self.generation and not self.look_is_due
 
     def _read_anew(self, segment: Segment) -> None:
         """Forget what was read of a segment before its files were compared with their checksums."""
@@ -468,16 +478,16 @@ class Catalog:
         """Open segments again in which damage was found and whose files have changed since: what is put back counts."""
         with self.lock:
             if self.failed:
-                gone = tuple(f"{entry.name}: cannot be opened" for entry in self.failed.values())
+                gone = tuple(f"{failed.entry.name}: cannot be opened" for failed in self.failed.values())
                 self.problems = [words for words in self.problems if not words.startswith(gone)]
-                self.failed, self.doubtful = {}, set()
+                self.failed = {}
                 self._take_state(opening=True)
             damaged = [s for s in (*self.segments.values(), *self.updates.values()) if any(g.why for g in s.gaps)]
             for segment in damaged:
                 stamp = segment.stamp()
-                if stamp is not None and self._stamps.get(segment.ordinal) == stamp:
+                if stamp is not None and segment.stamped == stamp:
                     continue
-                self._stamps[segment.ordinal] = stamp
+                segment.stamped = stamp
                 with suppress(SegmentGoneError):  # another process evicts it
                     self._open_again(segment)
 
@@ -492,7 +502,6 @@ class Catalog:
         if len(found.gaps) >= len(segment.gaps):
             return
         self.problems = [words for words in self.problems if not words.startswith(f"{segment.name}: ")]
-        self._noted.pop(segment.ordinal, None)
         if segment.ordinal in self.updates:
             self.updates[segment.ordinal] = found
         else:
@@ -546,7 +555,7 @@ class Catalog:
         for problem in (*self.journal.missing(), *self.medium.check_root(self.root)):
             report.problem(problem)
         state = self.journal.state
-        for entry in rebuild(state, self.medium.survey(state), self.doubtful).entries:
+        for entry in rebuild(state, self.medium.survey(state), self.failed.keys()).entries:
             if entry not in state.entries:
                 report.problem(
                     f"{entry.name} holds commits, and no record of the catalog names it: records are missing"

@@ -201,7 +201,7 @@ def _due(catalog: Catalog, root: Root, *, sealing: bool) -> list[Segment]:
     most = _most(root)
     kinds = [catalog.row_segments(), *_by_columns(catalog.updates.values())]
     for every in kinds:
-        segments = [s for s in every if s.ordinal not in catalog.damaged and not s.gaps]
+        segments = [s for s in every if not (s.is_unfit or s.gaps)]
         if not catalog.medium.complete:
             for segment in segments:
                 if segment.records >= catalog.medium.bucket.many and segment.finished and not segment.meta.merged:
@@ -241,7 +241,7 @@ def recover(catalog: Catalog) -> None:
     """
     catalog.refresh()
     journal, medium = catalog.journal, catalog.medium
-    unnamed_segments, failed, sound = medium.survey(journal.state), catalog.doubtful, dict[int, bool]()
+    unnamed_segments, failed, sound = medium.survey(journal.state), set(catalog.failed), dict[int, bool]()
 
     def is_sound(segment: Unnamed) -> bool:
         if segment.entry.ordinal not in sound:
@@ -267,7 +267,7 @@ def recover(catalog: Catalog) -> None:
 
 def recover_claimed(catalog: Catalog) -> None:
     """Bring the catalog in line where there are no locks, if a record or a segment is lost."""
-    if not catalog.journal.is_sound or catalog.failed:
+    if not catalog.journal.is_sound or catalog.unopened:
         with _claim(catalog) as mine:
             if mine:
                 recover(catalog)
@@ -348,7 +348,7 @@ def _packed(segments: list[Segment], most_rows: int, most_elements: int) -> list
 
 
 def _sound(catalog: Catalog, group: list[Segment]) -> list[Segment]:
-    """Return the segments in which all checksums hold, and remember the others in `catalog.damaged`.
+    """Return the segments in which all checksums hold; mark the others as unfit for a merge.
 
     A merge would copy damage into a segment whose new checksums hide it, and remove what may be repaired.
     """
@@ -359,7 +359,7 @@ def _sound(catalog: Catalog, group: list[Segment]) -> list[Segment]:
         if not report.problems and not report.losses and not segment.gaps:
             out.append(segment)
             continue
-        catalog.damaged.add(segment.ordinal)
+        segment.is_unfit = True
         catalog.refresh()
         if segment in (catalog.segments.get(segment.ordinal), catalog.updates.get(segment.ordinal)):
             what = (*report.problems, *report.losses, "rows are missing")[0]
