@@ -1,8 +1,8 @@
 """Adapters against the types and the kits of the trainers that they are for, from their own wheels.
 
-Each wheel is fetched into a folder of its own and nothing of it is installed: NeMo-Gym's kit runs from there; of
-SkyRL and AReaL the files of the types alone are loaded, as the rest needs packages that are not here; of verl, whose
-modules need more, the methods and fields are read. TRL is installed. slime makes no wheel: see tests/trajectory_store.
+Each wheel is fetched into a folder of its own and nothing of it is installed: NeMo-Gym's kit runs from there; of SkyRL
+the file of the types is loaded; of verl, whose modules need more, the methods and fields are read. TRL is installed.
+`test_loaders.py` runs verl, SkyRL and AReaL themselves. slime and miles make no wheel: see tests/trajectory_store.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
-import importlib.util
 import inspect
+import itertools
 import re
 import subprocess
 import sys
 import tomllib
 import types
 import zipfile
+from collections import defaultdict
 from email.parser import Parser
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,7 +29,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from trajectory_store.adapters import areal, nemo_gym, skyrl, trl, verl
+from trajectory_store.adapters import nemo_gym, skyrl, trl, verl
 from trajectory_store.recorder import TrajectoryRecorder
 
 pytestmark = pytest.mark.peer
@@ -81,17 +82,6 @@ def test_the_table_has_every_trainer_that_we_go_beside():
     """Those for which a row was promised."""
     peers = {cells[0].strip("`").partition("==")[0] for cells in peers_of_the_table()}
     assert peers == {"trl", "verl", "openrlhf", "skyrl", "nemo-gym", "tinker-cookbook"}
-
-
-def loaded(file: Path) -> Any:
-    """Import one file of a wheel, without its package."""
-    spec = importlib.util.spec_from_file_location(f"peer_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_conformance_kit_of_nemo_gym(tmp_path: Path, wheels: Any, monkeypatch: pytest.MonkeyPatch):
@@ -150,17 +140,6 @@ def test_the_types_of_skyrl(tmp_path: Path, wheels: Any):
     }
 
 
-def test_the_workflow_of_areal(wheels: Any):
-    """A recording workflow is called as AReaL calls one, and what it reads is what AReaL's own workflow returns."""
-    folder = wheels("areal==1.0.4")
-    base = loaded(folder / "areal" / "api" / "workflow_api.py").RolloutWorkflow
-    theirs, ours = (inspect.signature(one.arun_episode) for one in (base, areal.RecordingWorkflow))
-    assert list(theirs.parameters) == list(ours.parameters)
-    written = (folder / "areal" / "workflow" / "rlvr.py").read_text()
-    keys = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
-    assert all(f'"{key}":' in written for key in keys)
-
-
 def test_the_sampler_of_verl(wheels: Any):
     """The methods that are overridden have verl's arguments, and the fields are those that its agent loop puts."""
     folder = wheels("verl==0.9.1") / "verl" / "trainer" / "ppo" / "v1"
@@ -182,16 +161,43 @@ def test_the_sampler_of_verl(wheels: Any):
 
 
 def test_the_samples_of_async_grpo(tmp_path: Path):
-    """TRL's own sample, from a queue."""
-    worker = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker", reason="TRL 1.16 is not installed")
-    sample = worker.RolloutSample(
-        prompt=[], completion=[], input_ids=np.array([1, 2, 3]), completion_mask=np.array([0, 1, 1]),
-        old_log_probs=np.array([0.0, -1.0, -2.0]), advantage=0.5, model_version=4, group_id=1, metrics={"reward": 1.0},
+    """TRL's own worker scores a group, and its own data set takes the samples from our queue (T8)."""
+    name = "trl.experimental.async_grpo"
+    worker = pytest.importorskip(f"{name}.async_rollout_worker", reason="TRL 1.16 is not installed")
+    trainer = pytest.importorskip(f"{name}.async_grpo_trainer", reason="TRL 1.16 is not installed")
+    from accelerate import PartialState
+
+    PartialState()  # which the trainer makes
+    loop = object.__new__(worker._AsyncRolloutLoop)
+    loop.reward_funcs = [lambda completions, **_: [1.0, None], lambda completions, **_: [0.5, None]]
+    loop.reward_func_names, loop._env_reward_types, loop._provides_rollout_reward = ["right", "<lambda>"], [], False
+    rows = [
+        worker.TrainingSequence(
+            input_ids=[1, 2, 3 + i], completion_mask=[0, 1, 1], old_log_probs=[0.0, -1.0, -2.0], rollout_id=i
+        )
+        for i in range(2)
+    ]
+    group = worker.RolloutGroup(
+        prompts=[[], []], reward_kwargs={}, completions=[[], []], completions_ids=[[2, 3], [2, 4]],
+        completions_sequences=[[row] for row in rows], tool_call_counts=[0, 0], tool_failure_counts=[0, 0],
+        model_version=4, group_id=1, env_rewards=[None, None], rollout_rewards=[None, None],
     )  # fmt: skip
+    samples = asyncio.run(loop._score_group(group))
     inner: SimpleQueue[Any] = SimpleQueue()
-    inner.put(sample)
+    for sample in samples:
+        inner.put(sample)
     with TrajectoryRecorder(tmp_path / "store") as recorder:
-        assert trl.RecordingQueue(inner, recorder, temperature=0.9).get(timeout=1) is sample
-        found = recorder.store.read(recorder.store.ids(), ["input_ids", "advantage", "policy_version", "temperature"])
-    assert found["input_ids"][0].tolist() == [1, 2, 3]
-    assert (found["advantage"][0], found["policy_version"][0], found["temperature"][0]) == (0.5, 4, np.float32(0.9))
+        queue = trl.RecordingQueue(inner, recorder, temperature=0.9)
+        metrics: dict[str, list[float]] = defaultdict(list)
+        dataset = trainer.RolloutQueueDataset(queue, lambda: 4, lambda _: None, 60, metrics)
+        taken = list(itertools.islice(iter(dataset), 2))
+        stored = recorder.store.read(recorder.store.ids())
+    assert [row["input_ids"] is sample.input_ids for row, sample in zip(taken, samples, strict=True)] == [True, True]
+    assert metrics["sample/rollout_queue_size"] == [1.0, 0.0]
+    assert [ids.tolist() for ids in stored["input_ids"]] == [[1, 2, 3], [1, 2, 4]]
+    assert np.array_equal(stored["task_reward"], [1.5, np.nan], equal_nan=True)
+    assert np.array_equal(stored["reward_right"], [1.0, np.nan], equal_nan=True)
+    assert np.array_equal(stored["reward__lambda_"], [0.5, np.nan], equal_nan=True)
+    assert stored["advantage"].tolist() == [sample.advantage for sample in samples]
+    assert (stored["policy_version"].tolist(), stored["temperature"][0]) == ([4, 4], np.float32(0.9))
+    assert len(set(stored["group_id"].tolist())) == 1

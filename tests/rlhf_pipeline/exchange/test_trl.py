@@ -174,6 +174,24 @@ def test_truncated_sampling(trl: Any, tmp_path: Path, tokenizer: Any):
         assert np.isnan(store.read_ragged("log_probs").values).all()
 
 
+def test_masked_completions_are_masked(trl: Any, tmp_path: Path, tokenizer: Any):
+    """What TRL hides as truncated is not learned from, and has no log-probs, as TRL has none of it (T7)."""
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        settings = {"mask_truncated_completions": True, "num_iterations": 2}
+        trainer = train(trl, tokenizer, tmp_path / "recorded", [right], recorder, **settings)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        rows = store.read(store.ids())
+    cut = [reason == "length" for reason in rows["finish_reason"]]
+    assert any(cut)
+    for i, is_cut in enumerate(cut):
+        scores = rows["log_probs"][i][int(rows["num_prompt_tokens"][i]) :]
+        assert rows["assistant_mask"][i].any() != is_cut
+        assert np.isnan(scores).all() == is_cut
+        assert rows["log_prob_mode"][i] == ("" if is_cut else "processed")
+    assert np.isfinite(rows["task_reward"]).all(), "they count for the baseline of their group"
+    assert trainer.state.global_step == 2
+
+
 def test_the_blocks_of_the_page(trl: Any, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
     """The TRL blocks of docs/exchange.md run as they are printed, in one folder, and record."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "exchange.md").read_text(encoding="utf-8")
