@@ -153,6 +153,7 @@ class Conversation:
         as_chat: it goes through the chat template.
         row_turns: its turns.
         returned: those of them that a history may continue, by the messages up to each.
+        outcome_row: the number of the row that has the outcome; None is the one that ended last.
         edited_histories: histories that contain a turn of the policy in another form than it was returned.
     """
 
@@ -176,6 +177,7 @@ class Conversation:
     as_chat: bool = False
     row_turns: list[RowTurn] = field(default_factory=list[RowTurn])
     returned: Histories[RowTurn] = field(default_factory=Histories[RowTurn])
+    outcome_row: int | None = None
     edited_histories: int = 0
     first_key: int = 0
     """What the stream of random numbers of the conversation has been moved by."""
@@ -197,8 +199,12 @@ class Conversation:
 
     @property
     def sampled_rows(self) -> list[ConversationRow]:
-        """The rows in which the policy had a turn, in the order in which they ended: as they are stored."""
-        return sorted((one for one in self.rows if one.turns), key=lambda one: one.turns[-1])
+        """The rows in which the policy had a turn, as they are stored: in the order in which they ended.
+
+        The last one has the outcome; an environment may name another one, which is then the last.
+        """
+        named = None if self.outcome_row is None else self.rows[self.outcome_row]
+        return sorted((one for one in self.rows if one.turns), key=lambda one: (one is named, one.turns[-1]))
 
     def begin(
         self,
@@ -355,7 +361,8 @@ class Conversations:
                         before = newest[place].failure
                         error = "the engine aborted it" if before is None else f"{before.kind}: {before.error}"
                         conversation.retried = (*newest[place].retried, error)
-                    conversation.at.row = row
+                    if conversation.at.row is None or row.aborted:  # otherwise its turns noted it
+                        conversation.at.row = row
                     newest[place] = conversation
                 aborted = sum(row.aborted for row in rows)
                 if aborted and not self._may_retry:
@@ -693,6 +700,11 @@ class Conversations:
             if step.done:
                 conversation.finish_reason = STOP if conversation.whole_turn else LENGTH
                 conversation.closing = _messages_of(step.reply)
+                if step.row is not None and (
+                    step.row >= len(conversation.rows) or not conversation.rows[step.row].turns
+                ):
+                    raise ValueError(f"the step names row {step.row} of an episode of {len(conversation.rows)} rows")
+                conversation.outcome_row = step.row
             elif conversation.num_turns >= self.config.max_turns:
                 conversation.finish_reason = TURNS
             elif conversation.call_errors >= (self.config.max_call_errors or _UNBOUNDED):

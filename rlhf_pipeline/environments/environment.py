@@ -80,7 +80,7 @@ class Step:
     """With a history: another variant draws another sample for equal messages."""
     row: int | None = None
     """The row of the episode that the reply continues, by the order in which the rows began, from 0; None is the row
-    that has the turn."""
+    that has the turn. With `done`: the row that has the outcome."""
     call_errors: int = 0
     """How many calls of the turn could not be made as the policy wrote them, and are told so in the reply; those that
     nobody could read are counted already."""

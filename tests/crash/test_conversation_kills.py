@@ -180,9 +180,10 @@ def test_a_run_killed_in_its_conversations(made, tmp_path):
         assert len(sizes) > 1
 
 
-def test_a_collector_killed_in_its_conversations(tmp_path):
+@pytest.mark.parametrize("environment", [Dies, Forgets])
+def test_a_collector_killed_in_its_conversations(environment, tmp_path):
     """One that began alone, so that no other takes its conversations; then two take its place beside the learner."""
-    made = pipeline(buffer__max_staleness=0)
+    made = dataclasses.replace(pipeline(buffer__max_staleness=0), environment=environment)
 
     def live(folder: Path, kill_at: int | None) -> list[int | None]:
         learner = in_a_process(lambda: learn(made, run_dir=folder))

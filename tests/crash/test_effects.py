@@ -18,6 +18,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import NOTES, NotedLake, small_lake
+from tests.rlhf_pipeline.small import weights
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(280)]
@@ -124,6 +125,7 @@ def test_a_kill_leaves_all_rows_of_an_episode_or_none(tmp_path):
         assert len(stored) == Counter((killed / "notes").read_text().split())["ends"]
         assert max(sizes) > 1
     assert live(killed, None, Forgets) == 0
+    assert weights(killed / "run") == weights(straight / "run")
     assert Counter((killed / "notes").read_text().split())["ends"] == NUM
     assert rows(killed) == rows(straight)
     with TrajectoryStore.open(killed / "run" / "store") as store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -387,6 +388,26 @@ class Compacts(Four):
         if turn.number == 2:
             return Step(history=[{"role": "user", "content": "5+5:"}])
         return super().step(turn)
+
+
+class Judges(Compacts):
+    """Gives the outcome to the first row, though the policy judges it in the second."""
+
+    def step(self, turn: Turn) -> Step:
+        step = super().step(turn)
+        return dataclasses.replace(step, row=0) if step.done else step
+
+
+def test_an_environment_names_the_row_of_the_outcome(tmp_path):
+    """The named row is the last of the episode and has the outcome; the rewards of its turns add up to it."""
+    rows = collected(tmp_path / "store", Judges, talker(), history="sampled", columns=[TURN_REWARDS])
+    assert rows["episode_row"].tolist() == [0, 1] * 8
+    prompts = [talker().tokenizer.decode(ids[:6]) for ids in rows["input_ids"]]
+    assert [prompt.startswith("U:5+5") for prompt in prompts] == [True, False] * 8
+    for row in range(0, 16, 2):
+        assert np.isnan(rows["task_reward"][row])
+        total = rows["turn_rewards"][row].sum() + rows["turn_rewards"][row + 1].sum()
+        assert rows["task_reward"][row + 1] == pytest.approx(total, abs=1e-6)
 
 
 @pytest.mark.parametrize(
