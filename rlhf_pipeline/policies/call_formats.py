@@ -23,8 +23,6 @@ _ID_LENGTH: Final = 9
 """Mistral's templates accept no other length."""
 _QUESTION: Final = {"role": "user", "content": "What is 6 x 7?"}
 _RESULTS: Final = ("result-of-the-first-call", "result-of-the-second-call")
-_FORMS: Final = tuple(itertools.product(("", None), (False, True)))
-"""The content of a turn without text, and whether arguments are text, in the order of preference."""
 
 
 def call_id(seed: int, turn: int, position: int) -> str:
@@ -36,7 +34,7 @@ def call_id(seed: int, turn: int, position: int) -> str:
         position: of the call in the turn, from 0.
 
     >>> call_id(0, 1, 0), call_id(0, 1, 0) == call_id(0, 1, 0), call_id(0, 1, 1) == call_id(0, 2, 0)
-    ('QoYvVAt5I', True, False)
+    ('uvWYZhosH', True, False)
     """
     number = int.from_bytes(hashlib.blake2b(f"call {seed} {turn} {position}".encode(), digest_size=8).digest(), "big")
     return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(_ID_LENGTH))
@@ -48,12 +46,10 @@ class CallFormat:
 
     Attributes:
         has_text_arguments: arguments are JSON text; otherwise an object.
-        empty_content: the content of a turn that has calls and no text.
         most_calls: the most calls of a turn; None sets no limit.
     """
 
     has_text_arguments: bool = False
-    empty_content: str | None = ""
     most_calls: int | None = None
 
     def message(self, message: Message) -> dict[str, Any]:
@@ -61,8 +57,7 @@ class CallFormat:
         calls = message.get("tool_calls")
         if not calls:
             return dict(message)
-        content = message.get("content") or self.empty_content
-        return {**message, "content": content, "tool_calls": [self._call(call) for call in calls]}
+        return {**message, "tool_calls": [self._call(call) for call in calls]}
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -128,9 +123,7 @@ def call_format_of(
             of a user.
     """
     probe = _Probe(codec, tools, template or {}, ends)
-    rated = [(probe.flaws(form, 1), place, form) for place, form in enumerate(_FORMS)]
-    flaws, _, (empty_content, has_text_arguments) = min(rated)
-    form = (empty_content, has_text_arguments)
+    flaws, has_text_arguments = min((probe.flaws(1, as_text=as_text), as_text) for as_text in (False, True))
     if flaws >= _REFUSED:
         raise DefinitionError(
             f"{name_of(codec)} cannot show a tool's call and its result ({probe.refusal}); use the template of a model "
@@ -141,12 +134,8 @@ def call_format_of(
             f"{name_of(codec)} quotes the arguments of a call twice, as an object and as text; correct the template."
         )
     probe.check_malformed()
-    several = probe.flaws(form, 2)
-    return CallFormat(
-        has_text_arguments=has_text_arguments,
-        empty_content=empty_content,
-        most_calls=1 if several > flaws else None,
-    )
+    several = probe.flaws(2, as_text=has_text_arguments)
+    return CallFormat(has_text_arguments=has_text_arguments, most_calls=1 if several > flaws else None)
 
 
 def name_of(codec: Any) -> str:
@@ -175,9 +164,9 @@ class _Probe:
         self.refusal: Exception | None = None
         """Why the template refused what it was shown first."""
 
-    def flaws(self, form: tuple[str | None, bool], count: int) -> int:
-        """Return what is wrong with so many calls in a form, as a sum of flaws."""
-        turn = self._turn(form, count)
+    def flaws(self, count: int, *, as_text: bool) -> int:
+        """Return what is wrong with so many calls whose arguments are text or objects, as a sum of flaws."""
+        turn = self._turn(count, CallFormat(has_text_arguments=as_text))
         try:
             head, tail = self._reply(turn, self._results(turn))
         except (DataError, DefinitionError) as error:
@@ -206,18 +195,15 @@ class _Probe:
 
     def answered_call(self, call_format: CallFormat) -> list[dict[str, Any]]:
         """Return a turn with a call, and its result."""
-        form = (call_format.empty_content, call_format.has_text_arguments)
-        turn = self._turn(form, 1)
+        turn = self._turn(1, call_format)
         return [turn, *self._results(turn)]
 
-    def _turn(self, form: tuple[str | None, bool], count: int) -> dict[str, Any]:
-        empty_content, has_text_arguments = form
+    def _turn(self, count: int, call_format: CallFormat) -> dict[str, Any]:
         calls = [
             {"id": call_id(0, 1, position), "type": "function", "function": call}
             for position, call in enumerate(self._calls[:count])
         ]
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        return CallFormat(has_text_arguments=has_text_arguments, empty_content=empty_content).message(turn)
+        return call_format.message({"role": "assistant", "content": "", "tool_calls": calls})
 
     def _results(self, turn: Message) -> list[dict[str, Any]]:
         results = [

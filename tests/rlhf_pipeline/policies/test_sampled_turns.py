@@ -26,9 +26,13 @@ from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.data.rewards import environment_reward
 from rlhf_pipeline.environments.outcomes import FAILED
 from rlhf_pipeline.policies.engines import slots
+from tests.rlhf_pipeline.policies import template_families
 from tests.rlhf_pipeline.policies.test_reply_templates import FAMILIES, codec
+from tests.rlhf_pipeline.policies.test_template_matrix import by_authors, byte_tokenizer
 
-NAMES = ("qwen2_5", "qwen3", "gemma4", "llama3_1", "gptoss", "glm4moe")
+WITH_IDS = ("mistral31", "deepseekv31", "mistral_v11", "kimi_k2")
+"""Whose templates need ids of calls, or arguments as text."""
+NAMES = ("qwen2_5", "qwen3", "gemma4", "llama3_1", "gptoss", "glm4moe", *WITH_IDS)
 NUM_TURNS = int(os.environ.get("FUZZED_TURNS", "48"))
 """For each template."""
 LONGEST = 200
@@ -53,6 +57,8 @@ def calculate(expression: str) -> str:
 
 def byte_codec(name: str) -> Any:
     """A tokenizer of bytes, with the special tokens, the template and the form of calls of a model."""
+    if name in WITH_IDS:
+        return byte_tokenizer(template_families.FAMILIES[name])
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -70,11 +76,21 @@ def byte_codec(name: str) -> Any:
     return add_response_schema(tokenizer)
 
 
+def ends_of(name: str) -> tuple[str, str]:
+    """What ends a turn that a user, or a tool, answers."""
+    return (template_families.FAMILIES[name].end,) * 2 if name in WITH_IDS else FAMILIES[name][1]
+
+
 class Writer:
     """Writes turns in the form of one model, well and badly."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        self.tokenizer, self.ends = tokenizer, FAMILIES[name][1]
+        self.tokenizer, self.ends = tokenizer, ends_of(name)
+        self.special = [one.content for one in tokenizer.added_tokens_decoder.values()]
+        if name in WITH_IDS:
+            _, text, _ = by_authors(tokenizer, template_families.FAMILIES[name], 1)
+            self.call = text.replace("calc", "calculate").replace('"x"', '"expression"')
+            return
         asked = [{"role": "user", "content": "?"}]
         call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": "2+2"}}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -83,7 +99,6 @@ class Writer:
         whole = tokenizer.apply_chat_template([*asked, turn, reply], tokenize=False)
         self.call = whole[len(first) :].partition(self.ends[1])[0]
         assert "calculate" in self.call
-        self.special = [one.content for one in tokenizer.added_tokens_decoder.values()]
 
     def turn(self, draw: random.Random) -> list[int]:
         """One turn as token ids."""
@@ -154,7 +169,7 @@ def test_no_turn_ends_a_run_or_spoils_a_row(name, tmp_path, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_codec(name)
-    ends = tokenizer.convert_tokens_to_ids([*dict.fromkeys(FAMILIES[name][1])])
+    ends = tokenizer.convert_tokens_to_ids([*dict.fromkeys(ends_of(name))])
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16_384, **sizes)).eval()

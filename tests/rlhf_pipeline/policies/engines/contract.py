@@ -439,7 +439,7 @@ class EngineContract:
     def test_conversations_that_wait_for_a_reply_are_ended(self, bench: Bench, how: str):
         """By an abort and by the deadline, as those that are being sampled; the engine goes on."""
         replier = Replier(2, delay_s=math.inf)
-        deadline = {"deadline_s": 1.0} if how == "deadline" else {}
+        deadline: dict[str, Any] = {"deadline_s": 1.0} if how == "deadline" else {}
         if how == "abort":
             threading.Timer(0.5, bench.engine.abort).start()
         rows = self.rows(bench, replier, **deadline)
