@@ -52,8 +52,18 @@ def meets(store: TrajectoryStore, conditions: Sequence[str], ids: Ids) -> npt.ND
     return np.isin(ids, select(store, conditions, ids)) if conditions else np.ones(len(ids), bool)
 
 
+def masks_known(store: TrajectoryStore, ids: Ids) -> npt.NDArray[np.bool_]:
+    """Return which trajectories have a mask, [N] bool: of the others it is unknown which tokens the policy sampled.
+
+    A mask of zeros is one: nothing was sampled.
+    """
+    if "assistant_mask" not in store.schema:
+        return np.zeros(len(ids), bool)
+    return store.present("assistant_mask", ids)
+
+
 def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:
-    """Return how many tokens of each trajectory the policy produced, [N]; without a mask, all after the prompt."""
+    """Return how many tokens of each trajectory the policy produced, [N]; of an unknown mask, all after the prompt."""
     counts = [np.zeros(0, np.int64)]
     for first in range(0, len(ids), _BLOCK_ROWS):  # a mask is as long as the tokens
         rows = ids[first : first + _BLOCK_ROWS]
@@ -63,7 +73,7 @@ def num_completion_tokens(store: TrajectoryStore, ids: Ids) -> Ids:
         if "assistant_mask" in store.schema:
             mask = store.read_ragged("assistant_mask", rows)
             masked_tokens = np.diff(np.concatenate([[0], np.cumsum(mask.values)])[mask.offsets])
-            rest = np.where(masked_tokens > 0, masked_tokens, rest)  # a mask that was left out reads as False
+            rest = np.where(masks_known(store, rows), masked_tokens, rest)
         counts.append(rest)
     return np.concatenate(counts)
 

@@ -55,6 +55,9 @@ def lines(counts: Answer) -> Iterator[str]:
     where = "; where prompts end is not stored (num_prompt_tokens)"
     token_words = (where, "") if prompts is None else (" of completions", f"{prompts:,} of prompts, ")
     yield _row("tokens", f"{token_words[1]}{counts['completion_tokens']:,}{token_words[0]}")
+    if counts["unknown_masks"]:
+        num = count(counts["unknown_masks"], "trajectory")
+        yield _row("mask", f"unknown for {num}: all their tokens after the prompt are counted")
     if counts["versions"]:
         first, last, num = *counts["versions"], counts["num_versions"]
         yield _row("policy", f"versions {first} to {last}, {num} of them" if num > 1 else f"version {first}")

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.buffer.filters import meets, num_completion_tokens
+from rlhf_pipeline.buffer.filters import masks_known, meets, num_completion_tokens
 from rlhf_pipeline.buffer.text_search import search, text_bytes
 from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.data.episodes import stored_last_rows
@@ -415,8 +415,10 @@ class View:
         tokens = self._row("input_ids", single)
         head = stored.scalars("num_prompt_tokens", single)
         start = max(int(head[0]), 0) if head is not None else 0
-        mask = self._row("assistant_mask", single)  # one that was left out reads as False
-        mask = mask if any(mask) else [0] * start + [1] * (len(tokens) - start)
+        is_known = bool(masks_known(stored.store, single)[0])
+        mask: list[int | None] = [0] * start + [None] * (len(tokens) - start)
+        if is_known:
+            mask = [int(sampled) for sampled in self._row("assistant_mask", single)]
         spans, heat = stored.rows("version_spans", single), stored.scalars("temperature", single)
         meta = self.stored.texts("meta", single)[0]
         data = json.loads(meta) if meta else {}
@@ -451,7 +453,8 @@ class View:
             "first": first,
             "ids": tokens[part],
             "pieces": self._texts.pieces(tokens, start, row["prompt"], row["completion"], encoded_by=encoder)[part],
-            "mask": [int(sampled) for sampled in mask[part]],
+            "mask": mask[part],
+            "mask_known": is_known,
             **per_token,
             "log_probs": per_token["log_probs"] or [],
         }
@@ -695,6 +698,7 @@ class View:
         tokens = among.gathered(lambda ids: num_completion_tokens(stored.store, ids)).astype(np.int64)
         about |= {
             "completion_tokens": int(tokens.sum()),
+            "unknown_masks": among.count(lambda ids: ~masks_known(stored.store, ids)),
             "lengths": _histogram(tokens),
             "length_quantiles": [float(value) for value in np.quantile(tokens, _SHARES)] if len(tokens) else None,
         }

@@ -67,10 +67,12 @@ def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     mine = [
         value
         for value, is_sampled in zip(item["log_probs"], item["mask"], strict=False)
-        if is_sampled and value is not None
+        if is_sampled != 0 and value is not None
     ]
-    num, rest = sum(item["mask"]), item["num_tokens"] - item["prompt_tokens"] - sum(item["mask"])
+    num, unknown = item["mask"].count(1), item["mask"].count(None)
+    rest = item["num_tokens"] - item["prompt_tokens"] - num - unknown
     between = f", {count(rest, 'token')} of replies" if rest else ""
+    between += f", {count(unknown, 'token')} of unknown origin" if unknown else ""
     total = f", log-prob {number(sum(mine))} in all, {number(sum(mine) / len(mine))} per token" if mine else ""
     yield f"  {count(item['prompt_tokens'], 'prompt token')}, {count(num, 'completion token')}{between}{total}"
     yield from _token_table(item, max_tokens)
@@ -91,23 +93,24 @@ def _token_table(item: Answer, max_tokens: int | None) -> Iterator[str]:
         places = places[start : start + max_tokens]
     reference, spans = item["ref"], item["spans"]
     version = f" {'version':>7}" if spans else ""
-    yield f"  {'place':>7} {'id':>7}  {'text':<16} {'by':<6}{version} {'log-prob':>9} {'prob':>6}" + (
+    yield f"  {'place':>7} {'id':>7}  {'text':<16} {'by':<7}{version} {'log-prob':>9} {'prob':>6}" + (
         f" {'ref':>9} {'k1':>8}" if reference else ""
     )
     for place in places:
         value = item["log_probs"][place] if item["log_probs"] else None
         mine = item["mask"][place]
         origin = "policy" if mine else "prompt" if place < item["prompt_tokens"] else "reply"
+        origin = "unknown" if mine is None else origin
         if spans:
             version = f" {next((str(of) for at, of in reversed(spans) if mine and at <= place), ''):>7}"
         line = (
             f"  {place:>7} {item['ids'][place]:>7}  {one_line(item['pieces'][place], 16):<16} "
-            f"{origin:<6}{version} {_digits(value, 4):>9} "
+            f"{origin:<7}{version} {_digits(value, 4):>9} "
             f"{_digits(None if value is None else math.exp(value), 3):>6}"
         )
         if reference:
             ref = reference[place]
-            k1 = None if value is None or ref is None or not mine else value - ref
+            k1 = None if value is None or ref is None or mine == 0 else value - ref
             line += f" {_digits(ref, 4):>9} {_digits(k1, 4):>8}"
         yield line
     left_out = item["num_tokens"] - len(places)

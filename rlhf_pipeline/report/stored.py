@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.filters import masks_known
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.address import Address
 from trajectory_store import TrajectoryStore
@@ -67,15 +68,16 @@ class Stored:
         return list(self.store.read(ids, [name])[name]) if name in self.columns else None
 
     def sampled(self, ids: Ids) -> list[tuple[list[int], list[bool]]]:
-        """Return the tokens of rows, and which the policy sampled: without a mask, all those after the prompt."""
+        """Return the tokens of rows, and which the policy sampled: of an unknown mask, all those after the prompt."""
         tokens, masks = self.rows("input_ids", ids), self.rows("assistant_mask", ids)
         starts = self.scalars("num_prompt_tokens", ids)
         if tokens is None or starts is None:
             return [([], [])] * len(ids)
+        is_known = masks_known(self.store, ids)
         rows: list[tuple[list[int], list[bool]]] = []
         for i, (row, start) in enumerate(zip(tokens, starts.tolist(), strict=True)):
             after_prompt = np.arange(len(row)) >= start
-            mask = after_prompt if masks is None or not masks[i].any() else masks[i].astype(np.bool_)
+            mask = after_prompt if masks is None or not is_known[i] else masks[i].astype(np.bool_)
             rows.append((row.tolist(), mask.tolist()))
         return rows
 

@@ -64,7 +64,6 @@ class Encoder:
         mask &= record.mask_known
         row = {
             "input_ids": ids,
-            "assistant_mask": mask,
             "log_probs": _scores(record.log_probs, mask, start, "log_probs"),
             "task_reward": math.nan if record.failure else record.reward,
             "policy_version": record.policy_version,
@@ -84,6 +83,8 @@ class Encoder:
                 untrusted=record.reward if record.failure and record.reward == record.reward else None,
             ),
         }
+        if record.mask_known:  # else the column is absent: unknown, which is not the same as not sampled
+            row["assistant_mask"] = mask
         if record.ref_log_probs is not None:
             row["ref_log_probs"] = _scores(record.ref_log_probs, mask, start, "ref_log_probs")
         if record.evaluation:

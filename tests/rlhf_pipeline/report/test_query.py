@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,30 @@ def test_the_newest_groups_are_whole(tmp_path: Path):
     found = View(tmp_path / "store").groups(newest=2)
     assert [(one["group"], len(one["rewards"])) for one in found] == [(2, 700), (1, 700)]
     assert [one["reward_mean"] for one in found] == [rewards[groups == name].mean() for name in (2, 1)]
+
+
+def test_an_unknown_mask_is_neither_sampled_nor_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A mask that was not stored is unknown in `show`, pages and counts; one of zeros is known."""
+    columns = [
+        Column("input_ids", "int32", ragged=True),
+        Column("assistant_mask", "bool", ragged=True, fill=False),
+        Column("num_prompt_tokens", "int64"),
+    ]
+    with TrajectoryStore.create(tmp_path / "store", Schema(columns)) as store:
+        store.append({"input_ids": [[1, 2, 3]], "num_prompt_tokens": [1]})  # a tool's response, for all that is known
+        store.append({"input_ids": [[1, 2, 3]], "num_prompt_tokens": [1], "assistant_mask": [[False] * 3]})
+        store.append({"input_ids": [[1, 2, 3]], "num_prompt_tokens": [1], "assistant_mask": [[False, True, False]]})
+        ids = store.ids().tolist()
+    with closing(View(tmp_path / "store")) as view:
+        items = [view.trajectory(id) for id in ids]
+        assert [item["mask"] for item in items] == [[0, None, None], [0, 0, 0], [0, 1, 0]]
+        assert [item["mask_known"] for item in items] == [False, True, True]
+        assert [row["tokens"] for row in view.rows(np.array(ids))] == [2, 0, 1]
+        assert view.stats()["unknown_masks"] == 1
+        assert [mask for _, mask in view.stored.sampled(np.array(ids[1:]))] == [[False] * 3, [False, True, False]]
+    assert main(["show", str(tmp_path / "store"), "--id", str(ids[0])]) == 0
+    shown = capsys.readouterr().out
+    assert "1 prompt token, 0 completion tokens, 2 tokens of unknown origin" in shown
+    assert [line.split()[-3] for line in shown.splitlines()[-3:]] == ["prompt", "unknown", "unknown"]
+    assert main(["stats", str(tmp_path / "store")]) == 0
+    assert "unknown for 1 trajectory" in capsys.readouterr().out

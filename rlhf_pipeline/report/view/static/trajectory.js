@@ -24,8 +24,8 @@ export async function trajectoryPage(at, state, draw) {
   let by = usable.some(([key]) => key === at.query.get("color")) ? at.query.get("color") : usable[0]?.[0] ?? "surprise";
   let here = Math.min(Math.max(Number(at.query.get("token") ?? t.prompt_tokens) - first, 0), Math.max(t.ids.length - 1, 0)), chart = null;
   let shown = at.query.get("as") === "markdown";
-  const role = i => t.mask[i] ? "assistant" : i + first < t.prompt_tokens ? "prompt" : "reply";
-  const style = i => { const v = t.mask[i] ? MEASURES[by].of(t, i) : null; return v === null ? "" : tint(MEASURES[by].shade(v)); };
+  const role = i => t.mask[i] === null ? "unknown" : t.mask[i] ? "assistant" : i + first < t.prompt_tokens ? "prompt" : "reply";
+  const style = i => { const v = t.mask[i] !== 0 ? MEASURES[by].of(t, i) : null; return v === null ? "" : tint(MEASURES[by].shade(v)); };
   const address = change => `#/${at.run}/t/${at.id}?${new URLSearchParams({ color: by, token: here + first, ...(first ? { first } : {}), ...(shown ? { as: "markdown" } : {}), ...change })}`;
   const body = text => html`<div class=${shown ? "markup" : "text2"} dir="auto">${shown ? markup(visible(text)) : visible(text)}</div>`;
   const uses = t.uses.map(use => html`<span>${use.without_gradient?.length ? html`no gradient in ` : html`learned in `}${link(at.run, "steps", use.step, `step ${use.step}`)}</span>`);
@@ -55,6 +55,7 @@ export async function trajectoryPage(at, state, draw) {
       ${uses.length ? uses : html`<span>in no step</span>`}${isReport ? nothing : html`<a href="#/${at.run}/prompt/${t.id}">this prompt over time</a>`}</p>
     ${parts.length || turned.length ? html`<p class="facts">${parts.flatMap(([name, of]) => Object.entries(of).map(([part, value]) => html`<span>${visible(`${name}: ${part}`)} <b>${fmt(value, 2)}</b></span>`))}
       ${turned.map(([name, values]) => html`<span>${name === "turn_rewards" ? "reward by turn" : `${visible(name.replace("turn_reward_", ""))} by turn`} <b>${values.map(value => fmt(value, 2)).join(", ")}</b></span>`)}</p>` : nothing}
+    ${t.mask_known ? nothing : html`<p class="card" role="note">Which tokens after the prompt the policy sampled is unknown: no mask was stored.</p>`}
     ${t.error ? html`<p class="card bad" role="alert">It failed: ${visible(t.error)}</p>` : nothing}
     <div class="bar"><label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>
       <label class="check"><input type="checkbox" .checked=${shown} @change=${event => { shown = event.target.checked; history.replaceState(null, "", address({})); paint(); }}> Markdown and maths</label>
@@ -62,7 +63,7 @@ export async function trajectoryPage(at, state, draw) {
     ${windows}<div class="split"><div>
       ${t.ids.length ? html`<div class="card tokens" role="listbox" tabindex="0" aria-label="Tokens; arrow keys move" aria-activedescendant="t${here}" @keydown=${keys} @click=${click}>${turns.map(turn =>
         html`<div role="group" aria-label=${turn.role}><b class="turn" aria-hidden="true">${turn.role}</b>${turn.places.map(i => html`<span id="t${i}" role="option" aria-label=${named(t.pieces[i])} aria-selected=${i === here}
-          class=${t.mask[i] ? "" : "other"} .style=${style(i)}>${visible(t.pieces[i])}</span>`)}</div>`)}</div>`
+          class=${t.mask[i] === 0 ? "other" : ""} .style=${style(i)}>${visible(t.pieces[i])}</span>`)}</div>`)}</div>`
         : html`<div class="card"><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${body(t.completion)}</div>`}
       <section class="card gap"><h2>${MEASURES[by].title} over the tokens</h2><div id="curve"></div></section>
       ${t.messages ? html`<details class="card gap" ?open=${shown}><summary>The conversation as messages: ${fmt(t.messages.length)}</summary>${t.messages.map(m => html`<div class="message"><b class="turn">${visible(String(m?.role ?? "?"))}</b>${
@@ -74,7 +75,7 @@ export async function trajectoryPage(at, state, draw) {
       <div class="ends"><span>${MEASURES[by].ends[0]}</span><span>${MEASURES[by].ends[1]}</span></div></details></aside>` : nothing}</div>`);
   const curve = () => {
     chart?.destroy(); chart = null;
-    const box = document.getElementById("curve"), places = t.ids.map((_, i) => i).filter(i => t.mask[i]);
+    const box = document.getElementById("curve"), places = t.ids.map((_, i) => i).filter(i => t.mask[i] !== 0);
     const line = { xs: places.map(i => i + first), ys: places.map(i => MEASURES[by].of(t, i)), name: MEASURES[by].title };
     if (!box) return;
     box.dataset.flat = isFlat([line]) ? fmt(line.ys.find(y => y !== null) ?? null) : "";
