@@ -263,6 +263,37 @@ def test_a_command_without_a_reward_fails_its_conversations(code, error):
     assert error in one.failure.error
 
 
+@pytest.mark.slow
+def test_a_command_and_a_function_that_hang_are_ended(tmp_path):
+    """At their deadline; the processes of the command end with it."""
+    file = tmp_path / "pids"
+    code = (
+        "import os, subprocess, time, openai\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(file)!r}, 'a').write(f'{{os.getpid()}}\\n{{child.pid}}\\n')\n"
+        "messages = [{'role': 'user', 'content': '1'}]\n"
+        "openai.OpenAI().chat.completions.create(model='policy', messages=messages)\n"
+        "time.sleep(600)\n"
+    )
+
+    def hangs(base_url: str, api_key: str, prompt: Prompt) -> None:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": prompt.text}]
+            client.chat.completions.create(model="policy", messages=messages)
+        time.sleep(30)
+
+    for program in ([sys.executable, "-c", code], hangs):
+        began = time.monotonic()
+        found = run(AgentProgram(program), "1", step_timeout_s=10.0)
+        assert [one.failure.kind for one in found if one.failure is not None] == ["timeout"] * 2
+        assert time.monotonic() - began < 28
+    pids = [int(line) for line in file.read_text(encoding="utf-8").split()]
+    assert len(pids) == 4
+    for pid in pids:
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text(encoding="utf-8").split(") ")[1].startswith("Z")
+
+
 def test_a_program_at_the_limit_of_turns():
     """Its next request is rejected; what it returns then counts, and an error is a reward of 0."""
 
