@@ -108,8 +108,8 @@ class ArrivalOrder:
 
     def replace(self, sources: Iterable[int], merged: Segment) -> None:
         """Note that a merged segment holds the rows of its sources. The order stays if all of them were known."""
-        seen = [self._seen.pop(source, (0, 0))[1] for source in sources]
-        if sum(seen) == merged.rows:
+        source_rows = [self._seen.pop(source, (0, 0))[1] for source in sources]
+        if sum(source_rows) == merged.rows:
             self._seen[merged.ordinal] = (merged.records, merged.rows)
         else:
             self.reset()
@@ -118,13 +118,13 @@ class ArrivalOrder:
         """Add the new rows of the segments."""
         segments = list(segments)
         news: list[tuple[Int64Array, Int64Array, Int64Array]] = []
-        seen: dict[int, tuple[int, int]] = {}
+        read_to: dict[int, tuple[int, int]] = {}
         for segment in segments:
             records, rows = self._seen.get(segment.ordinal, (0, 0))
             if segment.records != records:
-                seen[segment.ordinal] = (segment.records, segment.rows)
+                read_to[segment.ordinal] = (segment.records, segment.rows)
                 news.append(segment.runs(records, rows))
-        self._seen.update(seen)  # only now: if reading failed because a segment is gone, all is read again
+        self._seen.update(read_to)  # only now: if reading failed because a segment is gone, all is read again
         if not news:
             return
         times, firsts, counts = news[0] if len(news) == 1 else map(np.concatenate, zip(*news, strict=True))
@@ -142,13 +142,13 @@ class ArrivalOrder:
 
     def _append(self, firsts: Int64Array, counts: Int64Array) -> None:
         """Add runs; one that continues the run before it becomes part of it."""
-        known = int(self._ends[-1]) if len(self._ends) else 0
-        if known:  # the last run may continue
+        run_end = int(self._ends[-1]) if len(self._ends) else 0
+        if run_end:  # the last run may continue
             begin = int(self._ends[-2]) if len(self._ends) > 1 else 0
-            firsts, counts = np.append(self._firsts[-1], firsts), np.append(known - begin, counts)
-            self._firsts, self._ends, known = self._firsts[:-1], self._ends[:-1], begin
+            firsts, counts = np.append(self._firsts[-1], firsts), np.append(run_end - begin, counts)
+            self._firsts, self._ends, run_end = self._firsts[:-1], self._ends[:-1], begin
         starts = np.flatnonzero(np.append(True, firsts[1:] != firsts[:-1] + counts[:-1]))
-        ends = known + np.cumsum(counts)[np.append(starts[1:], len(counts)) - 1]
+        ends = run_end + np.cumsum(counts)[np.append(starts[1:], len(counts)) - 1]
         self._firsts, self._ends = np.concatenate([self._firsts, firsts[starts]]), np.concatenate([self._ends, ends])
 
     def _extend(self, ids: Int64Array) -> None:

@@ -191,10 +191,10 @@ class Segment(ABC):
 
     def raw(self, name: str, rows: Rows | None = None) -> memoryview | PreadBytes:
         """Return the bytes of an array, opened at first use."""
-        found = self._maps.get(name)
-        if found is None:
-            found = self._maps[name] = self._open(name)
-        return found
+        raw = self._maps.get(name)
+        if raw is None:
+            raw = self._maps[name] = self._open(name)
+        return raw
 
     def opened(self, name: str) -> memoryview | None:
         """Return the bytes of an array if they are open and in memory."""
@@ -213,40 +213,40 @@ class Segment(ABC):
     def array(self, name: str, rows: Rows | None = None) -> npt.NDArray[Any]:
         """Return a per-row array of the segment as a numpy array, valid for the rows that exist."""
         raw = self.raw(name, rows)
-        found = self._arrays.get(name)
+        array = self._arrays.get(name)
         if isinstance(raw, PreadBytes):
-            return self._load(name, found, rows)
-        if found is None:
-            found = self._arrays[name] = np.frombuffer(raw, self.specs[name].dtype)
-        return found
+            return self._load(name, array, rows)
+        if array is None:
+            array = self._arrays[name] = np.frombuffer(raw, self.specs[name].dtype)
+        return array
 
-    def _load(self, name: str, found: npt.NDArray[Any] | None, rows: Rows | None) -> npt.NDArray[Any]:
+    def _load(self, name: str, array: npt.NDArray[Any] | None, rows: Rows | None) -> npt.NDArray[Any]:
         """Read what a per-row array lacks of these rows; what lies between them and the part that was read, too."""
         spec, end = self.specs[name], min(self.rows + 1, self.specs[name].capacity)
         first, last = _extent(rows, end)
-        start, stop = (0, 0) if found is None else self._loaded.get(name, (0, 0))  # another thread may have released it
-        if found is None or len(found) < end:  # memory that is never written takes no space
+        start, stop = (0, 0) if array is None else self._loaded.get(name, (0, 0))  # another thread may have released it
+        if array is None or len(array) < end:  # memory that is never written takes no space
             grown = np.empty(min(spec.capacity, max(2 * end, 64)), spec.dtype)
-            if found is not None:
-                grown[start:stop] = found[start:stop]
-            found = grown
-        self._arrays[name] = found
+            if array is not None:
+                grown[start:stop] = array[start:stop]
+            array = grown
+        self._arrays[name] = array
         if first >= last:
-            return found
+            return array
         if last - first > _DENSE and isinstance(rows, np.ndarray) and len(rows) <= _FEW_ROWS:
             for row in rows.tolist():  # far apart: what lies between them is not read, and these are not remembered
-                found[row : row + 2] = self.part(name, row, min(row + 2, end))
-            return found
+                array[row : row + 2] = self.part(name, row, min(row + 2, end))
+            return array
         if start >= stop:
             start = stop = first
         if first < start:
-            found[first:start] = self.part(name, first, start)
+            array[first:start] = self.part(name, first, start)
             start = first
         if stop < last:
-            found[stop:last] = self.part(name, stop, last)
+            array[stop:last] = self.part(name, stop, last)
             stop = last
         self._loaded[name] = (start, min(stop, end - 1))  # the last element may be one that is not written yet
-        return found
+        return array
 
     def part(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return the values of a range of elements of any array, flat."""
@@ -344,16 +344,16 @@ class Segment(ABC):
             times = np.repeat(table["time_ns"].astype(np.int64), counts)
             if len(times) < self.rows - first:
                 begins = table["rows_end"].astype(np.int64) - counts - first
-                times, given = np.full(self.rows - first, -1, np.int64), times
-                times[expand(begins, counts)] = given
+                times, served_times = np.full(self.rows - first, -1, np.int64), times
+                times[expand(begins, counts)] = served_times
         for gap in self.gaps:
             times[max(0, gap.first - first) : max(0, gap.end - first)] = -1
         return times
 
     def add_gap(self, gap: Gap) -> None:
         """Leave out rows from now on; of a commit that is left out as a whole, its first reason stays."""
-        known = (one for one in self.gaps if one.array in ("", gap.array) and one.seq == gap.seq)
-        if not any(one.first <= gap.first and gap.end <= one.end for one in known):
+        same_array = (earlier for earlier in self.gaps if earlier.array in ("", gap.array) and earlier.seq == gap.seq)
+        if not any(earlier.first <= gap.first and gap.end <= earlier.end for earlier in same_array):
             self.gaps = sorted([*self.gaps, gap])
 
     def lost_commits(self) -> set[int]:
@@ -508,11 +508,11 @@ class SegmentWriter(ABC):
         if self.rows + batch.n_rows > self.meta.rows_cap:
             return False
         for axis, columns in self.meta.schema.axes.items():  # every column of an axis has its elements
-            given = next((c for c in columns if c.name in batch.values), None)
-            if given is None:
+            written_column = next((c for c in columns if c.name in batch.values), None)
+            if written_column is None:
                 new = int(batch.fitted(self.meta.schema).lengths[axis].sum())
             else:
-                new = len(batch.values[given.name]) // given.width
+                new = len(batch.values[written_column.name]) // written_column.width
             if self.ends[axis] + new > self.meta.elems_cap[axis]:
                 return False
         return True
@@ -579,7 +579,7 @@ class Medium(ABC):
     def open_segments(self, entries: Sequence[Entry]) -> list[Segment | Exception]:
         """Open segments for reading; return a StoreError or OSError for each that cannot be opened."""
 
-    def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:  # noqa: B027 - most media have everything
+    def fetch(self, parts_of: Mapping[Segment, Iterable[Part]]) -> None:  # noqa: B027 - most media have everything
         """Request together what will be read of some segments."""
 
     @abstractmethod
@@ -646,8 +646,8 @@ class Medium(ABC):
 
     def check_root(self, root: Root) -> list[str]:
         """Return what is wrong with the files of the store that never change, in words."""
-        wanted = {KEY: root.to_json(), f"{CATALOG}/{KEY}": root.catalog_json()}
-        return [f"{key} is damaged or missing" for key, raw in wanted.items() if self.bucket.get(key) != raw]
+        expected = {KEY: root.to_json(), f"{CATALOG}/{KEY}": root.catalog_json()}
+        return [f"{key} is damaged or missing" for key, raw in expected.items() if self.bucket.get(key) != raw]
 
     def has_later(self, state: State) -> bool:
         """Return whether there are segments that a later record of the catalog must have named, where that is cheap."""

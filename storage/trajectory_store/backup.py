@@ -71,8 +71,8 @@ def _copy_round(source: Path, building: Path, state: State, unchanged_before: fl
         if folder.name not in segments:
             shutil.rmtree(folder)
     numbers = {path: number_of(path.name) for path in (source / "catalog").iterdir()}
-    kept = [path for path, number in numbers.items() if number is not None and number < state.number]
-    for path in [source / "zarr.json", source / "catalog" / "zarr.json", *kept]:
+    earlier_records = [path for path, number in numbers.items() if number is not None and number < state.number]
+    for path in [source / "zarr.json", source / "catalog" / "zarr.json", *earlier_records]:
         with contextlib.suppress(FileNotFoundError):  # history may be removed at any time
             _copy_file(path, building / path.relative_to(source))
     for key in record_keys(state.number):  # its writer may not have put the second one yet
@@ -81,9 +81,9 @@ def _copy_round(source: Path, building: Path, state: State, unchanged_before: fl
         if not (source / name).is_dir():
             raise FileNotFoundError(source / name)
         for file in _in_order(source / name):
-            made = building / file.relative_to(source)
-            if not made.exists() or file.stat().st_mtime >= unchanged_before:
-                _copy_file(file, made)
+            target_file = building / file.relative_to(source)
+            if not target_file.exists() or file.stat().st_mtime >= unchanged_before:
+                _copy_file(file, target_file)
 
 
 def _in_order(folder: Path) -> Iterator[Path]:
@@ -96,18 +96,18 @@ def _in_order(folder: Path) -> Iterator[Path]:
 def _copy_file(source: Path, target: Path) -> None:
     """Copy a file; what was never written stays a hole."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as given, target.open("wb") as made:
-        size = os.fstat(given.fileno()).st_size
-        made.truncate(size)
+    with source.open("rb") as reader, target.open("wb") as writer:
+        size = os.fstat(reader.fileno()).st_size
+        writer.truncate(size)
         at = 0
         while at < size:
             try:
-                begin = os.lseek(given.fileno(), at, os.SEEK_DATA)
+                begin = os.lseek(reader.fileno(), at, os.SEEK_DATA)
             except OSError:  # only a hole is left
                 break
-            end = os.lseek(given.fileno(), begin, os.SEEK_HOLE)
+            end = os.lseek(reader.fileno(), begin, os.SEEK_HOLE)
             for place in range(begin, end, _CHUNK):
-                os.pwrite(made.fileno(), os.pread(given.fileno(), min(_CHUNK, end - place), place), place)
+                os.pwrite(writer.fileno(), os.pread(reader.fileno(), min(_CHUNK, end - place), place), place)
             at = end
 
 

@@ -197,15 +197,15 @@ class Catalog:
             if not new or not self.journal.catch_up():
                 break
         for entry in new:
-            found = opened[entry.ordinal]
-            if isinstance(found, OSError) and not opening and entry.ordinal not in self.failed:
-                raise fs.unreadable(found, found.filename or self.medium.where) from found
-            if isinstance(found, Segment) and found.schema != state.schema.only(found.schema.names):
+            segment = opened[entry.ordinal]
+            if isinstance(segment, OSError) and not opening and entry.ordinal not in self.failed:
+                raise fs.unreadable(segment, segment.filename or self.medium.where) from segment
+            if isinstance(segment, Segment) and segment.schema != state.schema.only(segment.schema.names):
                 opened[entry.ordinal] = CorruptionError(
-                    f"its columns are not those of the store: {found.schema.names}."
+                    f"its columns are not those of the store: {segment.schema.names}."
                 )
-            elif isinstance(found, Segment) and entry.rows is not None and found.rows < entry.rows:
-                self.medium.refresh([found])  # its writer ended it after it was opened
+            elif isinstance(segment, Segment) and entry.rows is not None and segment.rows < entry.rows:
+                self.medium.refresh([segment])  # its writer ended it after it was opened
         after = self._in_place_of_lost(state, opened, opening=opening)
         if after is None:
             self._take_state(opening=opening)
@@ -222,10 +222,10 @@ class Catalog:
         None if there is a newer record by now, which may name all that.
         """
         for entry in state.entries:
-            found = opened.get(entry.ordinal)
-            if isinstance(found, CorruptionError):
-                self.failed[entry.ordinal] = Failed(entry, found)
-            elif entry.merged and isinstance(found, Segment) and any(map(found.is_damage, found.gaps)):
+            segment = opened.get(entry.ordinal)
+            if isinstance(segment, CorruptionError):
+                self.failed[entry.ordinal] = Failed(entry, segment)
+            elif entry.merged and isinstance(segment, Segment) and any(map(segment.is_damage, segment.gaps)):
                 self.failed[entry.ordinal] = Failed(entry, None)
         failed = self.failed.keys()
         if not failed and self.journal.is_sound and not (opening and self.medium.has_later(state)):
@@ -248,30 +248,30 @@ class Catalog:
         gone = self._known.keys() - {entry.ordinal for entry in state.entries}
         homes = np.zeros((max(64, 2 * state.next_ordinal), 3), np.int64)
         homes[: len(self._homes)] = self._homes[: len(homes)]
-        for entry, found in new.items():
-            if isinstance(found, Segment):
-                self._add(entry, found, homes)
+        for entry, segment in new.items():
+            if isinstance(segment, Segment):
+                self._add(entry, segment, homes)
         self.state = state
         self._homes = homes  # in one assignment: another thread sees the rows before or after the change
         for ordinal in gone:
             self._forget(ordinal)
-        named = {*state.entries, *self.journal.state.entries}
-        self.failed = {ordinal: failed for ordinal, failed in self.failed.items() if failed.entry in named}
+        entries = {*state.entries, *self.journal.state.entries}
+        self.failed = {ordinal: failed for ordinal, failed in self.failed.items() if failed.entry in entries}
         self.newest_ns = max(self.newest_ns, state.time_ns)
         if new or gone:
             self.generation += 1
         for entry in state.entries:  # the owner may have accepted a loss
-            known = self.segments.get(entry.ordinal) or self.updates.get(entry.ordinal)
-            if known is not None:
-                known.accepted = entry.accepted
+            followed = self.segments.get(entry.ordinal) or self.updates.get(entry.ordinal)
+            if followed is not None:
+                followed.accepted = entry.accepted
         self._note_gaps()
-        for entry, found in new.items():
-            if isinstance(found, Segment):
+        for entry, segment in new.items():
+            if isinstance(segment, Segment):
                 if (failed := self.failed.get(entry.ordinal)) is not None and failed.error is not None:
                     del self.failed[entry.ordinal]
             else:
-                self.failed[entry.ordinal] = Failed(entry, found)
-                self._note(f"{entry.name}: cannot be opened: {found}")
+                self.failed[entry.ordinal] = Failed(entry, segment)
+                self._note(f"{entry.name}: cannot be opened: {segment}")
         for problem in self.journal.problems:
             self._note(problem)
 
@@ -293,8 +293,11 @@ class Catalog:
         homes[ordinals[mine], _ROWS] = counts[mine]
         homes[ordinals[mine], _FIRST] = (counts.cumsum() - counts)[mine]
         self._moved = True
-        inside, known = set(entry.sources), [e for e in self._known.values() if e.kind == "rows" and e is not entry]
-        self.order.replace([e.ordinal for e in known if e.sources[0] in inside], segment)
+        inside, row_entries = (
+            set(entry.sources),
+            [e for e in self._known.values() if e.kind == "rows" and e is not entry],
+        )
+        self.order.replace([e.ordinal for e in row_entries if e.sources[0] in inside], segment)
 
     def _forget(self, ordinal: int) -> None:
         """Drop a segment: its rows are in a merged one that was added before, or gone for good."""
@@ -362,7 +365,7 @@ class Catalog:
 
     def check(
         self,
-        wanted: Sequence[tuple[Segment, Rows]],
+        segment_rows: Sequence[tuple[Segment, Rows]],
         columns: Sequence[Column],
         *,
         flags: bool = True,
@@ -374,11 +377,11 @@ class Catalog:
         """
         failed = False
         with self.lock:
-            new = {segment for segment, _ in wanted if not segment.is_read}
+            new = {segment for segment, _ in segment_rows if not segment.is_read}
             for segment in new:
                 segment.is_read = True
             self._look(self.every_segment if self.look_is_due else new)
-        for segment, rows in wanted:
+        for segment, rows in segment_rows:
             if segment.check_rows(rows, columns, flags=flags):
                 failed = True
                 self._read_anew(segment)
@@ -427,7 +430,7 @@ class Catalog:
             targets = update.sure_targets(gap)
             out.append((update, gap, (self.ids() if ids is None else ids) if targets is None else targets))
         mine = [(s, gap, among if ids is None else among[np.isin(among, ids)]) for s, gap, among in out]
-        return [one for one in mine if len(one[2])]
+        return [damage for damage in mine if len(damage[2])]
 
     @property
     def lost_updates(self) -> str:
@@ -471,8 +474,8 @@ class Catalog:
         with self.lock:
             for table in self._tables.values():
                 table.pop(segment.ordinal, None)
-            for kept in self.kept.values():
-                kept.read_anew(segment.ordinal)
+            for later in self.kept.values():
+                later.read_anew(segment.ordinal)
 
     def look_again(self) -> None:
         """Open segments again in which damage was found and whose files have changed since: what is put back counts."""
@@ -493,47 +496,47 @@ class Catalog:
 
     def _open_again(self, segment: Segment) -> None:
         entry = self._known[segment.ordinal]
-        found = self.medium.open_segments([entry])[0]
-        if not isinstance(found, Segment) or found.rows < segment.rows:
+        reopened = self.medium.open_segments([entry])[0]
+        if not isinstance(reopened, Segment) or reopened.rows < segment.rows:
             return
-        names = tuple(found.specs) if found.meta.kind == "update" else ()  # rows are searched as they are read
+        names = tuple(reopened.specs) if reopened.meta.kind == "update" else ()  # rows are searched as they are read
         for gap in segment.gaps:
-            found.find_damage(slice(gap.first, gap.end), names)
-        if len(found.gaps) >= len(segment.gaps):
+            reopened.find_damage(slice(gap.first, gap.end), names)
+        if len(reopened.gaps) >= len(segment.gaps):
             return
         self.problems = [words for words in self.problems if not words.startswith(f"{segment.name}: ")]
         if segment.ordinal in self.updates:
-            self.updates[segment.ordinal] = found
+            self.updates[segment.ordinal] = reopened
         else:
-            self.segments[segment.ordinal] = found
+            self.segments[segment.ordinal] = reopened
             self._unseen.discard(segment)
-            self._grew(found)
-        self._read_anew(found)  # only now: it reads later values again
+            self._grew(reopened)
+        self._read_anew(reopened)  # only now: it reads later values again
         self.note_damage()
 
     def find_damage(self, among: Sequence[tuple[Segment, Rows]] | None = None, names: Sequence[str] = ()) -> bool:
         """Read rows, by default all, until all damage among them is in `gaps`; return whether some was found."""
         every = [(s, slice(0, s.rows)) for s in (*self.segments.values(), *self.updates.values())]
-        found = False
+        is_damaged = False
         for segment, rows in every if among is None else among:
             if segment.find_damage(rows, names or tuple(segment.specs)):
                 self._read_anew(segment)
-                found = True
-        if found:
+                is_damaged = True
+        if is_damaged:
             self.note_damage()
-        return found
+        return is_damaged
 
     def find_missing(self) -> bool:
         """Look for files that are gone, of segments that still count; return whether some were found."""
-        found = False
+        is_missing = False
         with self.lock:
             for segment in (*self.segments.values(), *self.updates.values()):
                 if segment.find_missing():
                     self._read_anew(segment)
-                    found = True
-            if found:
+                    is_missing = True
+            if is_missing:
                 self.note_damage()
-        return found
+        return is_missing
 
     def note_damage(self) -> None:
         """Leave out the commits that were found damaged since `ids` was asked."""
@@ -652,10 +655,10 @@ class Catalog:
 
     def any_segment(self, ordinal: int) -> Segment:
         """The segment of rows or updates with this ordinal."""
-        found = self.segments.get(ordinal) or self.updates.get(ordinal)
-        if found is None:
+        segment = self.segments.get(ordinal) or self.updates.get(ordinal)
+        if segment is None:
             raise SegmentGoneError(f"segment {ordinal} left while it was read. Call refresh() and take ids from ids().")
-        return found
+        return segment
 
     def table(self, name: str) -> dict[int, Any]:
         """Return the results of look-ups in arrays of this name, by ordinal; kept only if they stay valid."""
@@ -674,10 +677,10 @@ class Catalog:
             raise self._missing(int(ids[~inside][0]))
         if self._unseen:
             self._see()
-        found = Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
-        for segment, gap, mine in self._gaps_among(found):
+        address = Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
+        for segment, gap, mine in self._gaps_among(address):
             raise self.unreadable(segment, gap, ids[mine])
-        return found
+        return address
 
     def intact_place(self, row_id: int) -> tuple[Segment, int] | None:
         """Return the segment of a row and its number there; None if `locate` or `check` may have to raise an error."""
@@ -690,21 +693,21 @@ class Catalog:
 
     def unreadable(self, segment: Segment, gap: Gap, ids: Int64Array) -> CorruptionError:
         """Return the error for rows of a commit that is not served."""
-        named, more = np.unique(ids).tolist(), ""
-        if len(named) > _NAMED:
-            named, more = named[:_NAMED], f" and {len(named) - _NAMED} more"
-        which = f"trajector{'y' if len(named) == 1 else 'ies'} {', '.join(map(str, named))}{more}"
+        row_ids, more = np.unique(ids).tolist(), ""
+        if len(row_ids) > _NAMED:
+            row_ids, more = row_ids[:_NAMED], f" and {len(row_ids) - _NAMED} more"
+        which = f"trajector{'y' if len(row_ids) == 1 else 'ies'} {', '.join(map(str, row_ids))}{more}"
         return CorruptionError(
             f"{self.medium.where}: {which} cannot be read: {segment.name}: "
             f"{gap.why or 'it was never acknowledged'}. Take ids from ids(), and run verify() for the whole list."
         )
 
-    def _gaps_among(self, found: Address) -> Iterator[tuple[Segment, Gap, npt.NDArray[np.bool_]]]:
+    def _gaps_among(self, address: Address) -> Iterator[tuple[Segment, Gap, npt.NDArray[np.bool_]]]:
         """Yield the gaps that hold some of these rows, and which."""
         for segment in self._gappy:
-            there = found.ordinals == segment.ordinal
-            for gap in segment.gaps if there.any() else ():
-                mine = there & (found.rows >= gap.first) & (found.rows < gap.end)
+            in_segment = address.ordinals == segment.ordinal
+            for gap in segment.gaps if in_segment.any() else ():
+                mine = in_segment & (address.rows >= gap.first) & (address.rows < gap.end)
                 if mine.any():
                     yield segment, gap, mine
 
@@ -724,9 +727,9 @@ class Catalog:
     def _find(self, ids: Int64Array) -> Address:
         """Find rows, damaged ones as well."""
         ordinals, rows = ids >> ORDINAL_SHIFT, ids & ROW_MASK
-        known = (ordinals >= 0) & (ordinals < len(self._homes))
-        homes = self._home(np.where(known, ordinals, 0))
-        inside = known & (rows < homes[:, _ROWS])
+        in_range = (ordinals >= 0) & (ordinals < len(self._homes))
+        homes = self._home(np.where(in_range, ordinals, 0))
+        inside = in_range & (rows < homes[:, _ROWS])
         return Address(np.where(inside, homes[:, _HOME], _NOWHERE), rows + homes[:, _FIRST])
 
     def _home(self, ordinals: Int64Array) -> Int64Array:

@@ -135,13 +135,13 @@ class Spans:
     def blanks(self, column: Column, width: int, pad: Any, pool: BufferPool) -> list[memoryview]:
         """Return the padding of each row of the batch to `width` elements."""
         item, zero = column.width * column.np_dtype.itemsize, not pad and isinstance(pad, int)
-        found = self._zeros.get((width, item)) if zero else None
-        if found is None:
+        paddings = self._zeros.get((width, item)) if zero else None
+        if paddings is None:
             row = pool.zeros(width * item) if zero else _full(width * column.width, pad, column).view("u1").data
-            found = [row[:size] for size in ((width - self.lengths) * item).tolist()]
+            paddings = [row[:size] for size in ((width - self.lengths) * item).tolist()]
             if zero:  # columns of one size share them
-                self._zeros[width, item] = found
-        return found
+                self._zeros[width, item] = paddings
+        return paddings
 
     @property
     def are_scattered(self) -> bool:
@@ -178,7 +178,7 @@ def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Conca
     @functools.wraps(read)
     def wrapper(self: ColumnReader, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            found = read(self, *args, **kwargs)
+            values_read = read(self, *args, **kwargs)
         except DamageFoundError:
             raise
         except CorruptionError as error:
@@ -186,7 +186,7 @@ def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Conca
                 raise DamageFoundError(str(error)) from error
             raise
         self.confirm()
-        return found
+        return values_read
 
     return wrapper
 
@@ -260,20 +260,20 @@ class ColumnReader:
         if medium.complete:
             return
         columns = list(columns)
-        wanted: dict[Segment, list[Part]] = {}
+        parts_of: dict[Segment, list[Part]] = {}
         for update in catalog.updates.values():
             names = [column.name for column in columns if column.name in update.schema]
             if names:
-                wanted[update] = [(name, None) for name in (TARGET, *names)]
-        medium.fetch(wanted)
-        wanted = {}
+                parts_of[update] = [(name, None) for name in (TARGET, *names)]
+        medium.fetch(parts_of)
+        parts_of = {}
         for column in columns:
             for ordinal, rows in self._places(column).runs:
                 segment = catalog.any_segment(ordinal)
                 names = [column.name] if column.name in segment.schema else []
                 names += [offsets_name(column.axis)] if column.axis in segment.schema.axes else []
-                wanted.setdefault(segment, []).extend((name, rows) for name in names)
-        medium.fetch(wanted)
+                parts_of.setdefault(segment, []).extend((name, rows) for name in names)
+        medium.fetch(parts_of)
 
     def find_damage(self) -> bool:
         """Search for damage among these rows and all updates, and leave it out; return whether some was found."""
@@ -347,10 +347,10 @@ class ColumnReader:
         """Return where the newest values of a column are: the base itself if no row has later ones."""
         if not self._catalog.updates or (self._limits is not None and not self._limits):
             return self._base
-        found = self._updated.get(column.name)
-        if found is None:
-            found = self._updated[column.name] = self._find_places(column)
-        return found
+        places = self._updated.get(column.name)
+        if places is None:
+            places = self._updated[column.name] = self._find_places(column)
+        return places
 
     def _find_places(self, column: Column) -> Places:
         later = self._later(column)
@@ -399,9 +399,9 @@ class ColumnReader:
         places = self._places(column)
         if not column.optional or not places.runs:
             return np.ones(places.edges[-1], bool)
-        given = [self._catalog.any_segment(ordinal).present(column, rows) for ordinal, rows in places.runs]
+        flags_by_run = [self._catalog.any_segment(ordinal).present(column, rows) for ordinal, rows in places.runs]
         sizes = [b - a for a, b in itertools.pairwise(places.edges)]
-        return places.restore(np.concatenate([np.full(n, of) for n, of in zip(sizes, given, strict=True)]))
+        return places.restore(np.concatenate([np.full(n, of) for n, of in zip(sizes, flags_by_run, strict=True)]))
 
     @contained
     def spans(self, column: Column) -> Spans:
@@ -409,10 +409,10 @@ class ColumnReader:
         self._check(column)
         places = self._places(column)
         key = column.axis or "" if places is self._base else f"{column.axis}.{column.name}"
-        found = self._spans.get(key)
-        if found is None:
-            found = self._spans[key] = self._find_spans(column, places)
-        return found
+        spans = self._spans.get(key)
+        if spans is None:
+            spans = self._spans[key] = self._find_spans(column, places)
+        return spans
 
     def _find_spans(self, column: Column, places: Places) -> Spans:
         """Look up the spans. One item per row holds both its start and its end, so one read gives both."""
@@ -421,11 +421,13 @@ class ColumnReader:
         axis = column.axis or ""
         self._rows_ahead(offsets_name(axis), places)
         edges = self._look_up(offsets_name(axis), places, lambda segment, rows: segment.edges(column, rows))
-        found = places.gather(edges)
-        spans = Spans(places, found.view(np.int64).reshape(-1, 2))
+        edges_of_rows = places.gather(edges)
+        spans = Spans(places, edges_of_rows.view(np.int64).reshape(-1, 2))
         segments = (self._catalog.any_segment(ordinal) for ordinal, _ in places.runs)
         most = max(segment.meta.elems_cap.get(axis, len(column.fill_bytes)) for segment in segments)
-        if max(int(np.maximum.reduce(found.view(np.uint64))), spans.width) > most:  # unsigned: what is below 0 is huge
+        if (
+            max(int(np.maximum.reduce(edges_of_rows.view(np.uint64))), spans.width) > most
+        ):  # unsigned: what is below 0 is huge
             raise self._contradiction(column)
         return spans
 

@@ -51,8 +51,8 @@ def copy_rows(
         CorruptionError: some rows are damaged; it names them.
     """
     for column in source.schema:
-        known = target.schema.find(column.name)
-        if known is None or (known.dtype, known.axis) != (column.dtype, column.axis):
+        counterpart = target.schema.find(column.name)
+        if counterpart is None or (counterpart.dtype, counterpart.axis) != (column.dtype, column.axis):
             raise SchemaError(
                 f"column '{column.name}' ({column.dtype}, axis {column.axis}) has no counterpart in the target. "
                 "Create the target with the source's schema, or open it with add_columns=[...]."
@@ -60,16 +60,16 @@ def copy_rows(
     for column in target.schema:
         if column.name not in source.schema and not column.optional:
             raise SchemaError(f"column '{column.name}' of the target has no fill, and the source lacks it.")
-    wanted = source.intact(ids, skip_damaged=skip_damaged)
+    intact_ids = source.intact(ids, skip_damaged=skip_damaged)
     parts: list[Int64Array] = []
-    for first in range(0, len(wanted), batch_rows):
-        chunk = wanted[first : first + batch_rows]
+    for first in range(0, len(intact_ids), batch_rows):
+        chunk = intact_ids[first : first + batch_rows]
         parts += [
             target.append_batch(source.read_batch(chunk[part], target.schema))
             for part in _parts(_most_elements(source, chunk))
         ]
         if on_rows is not None:
-            on_rows(first + len(chunk), len(wanted))
+            on_rows(first + len(chunk), len(intact_ids))
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
@@ -96,12 +96,12 @@ def copy_store(
         CorruptionError: some rows are damaged; it names them.
         StoreExistsError: the target holds something.
     """
-    wanted = source.intact(ids, skip_damaged=skip_damaged)
-    with TrajectoryStore.create(target, source.schema, backend=backend) as made:
-        copy_rows(source, made, wanted, on_rows=on_rows)
-        made.compact()
-        made.flush()
-    return len(wanted)
+    intact_ids = source.intact(ids, skip_damaged=skip_damaged)
+    with TrajectoryStore.create(target, source.schema, backend=backend) as new_store:
+        copy_rows(source, new_store, intact_ids, on_rows=on_rows)
+        new_store.compact()
+        new_store.flush()
+    return len(intact_ids)
 
 
 def _most_elements(store: TrajectoryStore, ids: Int64Array) -> Int64Array:
@@ -191,19 +191,19 @@ def diff(
     result.num_pairs = len(pairs)
     result.columns_left = [c.name for c in left.schema if c.name not in right.schema and c.name not in ignore]
     result.columns_right = [c.name for c in right.schema if c.name not in left.schema and c.name not in ignore]
-    both = [c for c in left.schema if c.name in right.schema and c.name not in ignore]
-    result.redefined = [c.name for c in both if _kind(c) != _kind(right.schema[c.name])]
-    both = [c for c in both if c.name not in result.redefined]
+    shared_columns = [c for c in left.schema if c.name in right.schema and c.name not in ignore]
+    result.redefined = [c.name for c in shared_columns if _kind(c) != _kind(right.schema[c.name])]
+    shared_columns = [c for c in shared_columns if c.name not in result.redefined]
     wrong: dict[str, list[Int64Array]] = {}
     for first in range(0, len(pairs), CHUNK_ROWS):
         chunk = pairs[first : first + CHUNK_ROWS]
-        for column in both:
+        for column in shared_columns:
             bad = _differ(left, right, column, chunk)
             if bad.any():
                 wrong.setdefault(column.name, []).append(chunk[bad])
         if on_rows is not None:
             on_rows(first + len(chunk), len(pairs))
-    result.changed = {c.name: np.concatenate(wrong[c.name]) for c in both if c.name in wrong}
+    result.changed = {c.name: np.concatenate(wrong[c.name]) for c in shared_columns if c.name in wrong}
     return result
 
 

@@ -137,15 +137,15 @@ class LocalSegment(Segment):
                 return None
         if not self._marks[ENDING_AT : ENDING_AT + 1][0]:
             return None
-        found = parse_mark(bytes(self._marks[:]), FENCE_AT)
-        if found is None:  # it is being written now, or whoever wrote it was killed
+        fenced_at = parse_mark(bytes(self._marks[:]), FENCE_AT)
+        if fenced_at is None:  # it is being written now, or whoever wrote it was killed
             fd = fs.open_fd(mark_path(self.folder), os.O_RDONLY)
             try:
                 with fs.short_lock(fd, mark_path(self.folder)):
-                    found = parse_mark(bytes(self._marks[:]), FENCE_AT)
+                    fenced_at = parse_mark(bytes(self._marks[:]), FENCE_AT)
             finally:
                 os.close(fd)
-        return found
+        return fenced_at
 
     def _take(self, records: int, last: Record | None) -> None:
         """Count the first records, given the last of them."""
@@ -171,8 +171,8 @@ class LocalSegment(Segment):
         self.closed = self.meta.merged or (last is not None and last.kind == KIND_CLOSED)
         promised_all = self.meta.durability == "process"
         if mark is not None and (last is not None or not mark) and (self.closed or not promised_all):
-            records, found = log.find_end(mark)
-            last = found or last
+            records, newer_record = log.find_end(mark)
+            last = newer_record or last
         else:  # the mark, or the records there, are damaged, or may be older than what is on the disk
             records = log.last_valid()
             last = log.get(records - 1) if records else None
@@ -287,8 +287,8 @@ class LocalSegment(Segment):
 
     def _state(self, name: str) -> FileState:
         """Return the state of an array's file. One that is appended to changes its times with every commit."""
-        found = _stat(self._paths[name], settled=self.finished)
-        return found if self.finished or found is None else found[:3]
+        state = _stat(self._paths[name], settled=self.finished)
+        return state if self.finished or state is None else state[:3]
 
     @functools.cached_property
     def _paths(self) -> dict[str, str]:
@@ -349,10 +349,10 @@ class LocalSegment(Segment):
             if self._compared.get(name) == count or every is None:
                 continue
             mine = self._compared_rows(name)
-            wanted = rows if not self.specs[name].edges else _with_those_before(rows)
-            known = every[wanted] if mine is None else every[wanted] | mine[wanted]
-            if not known.all():
-                unknown[name] = np.r_[wanted][~known]
+            needed_rows = rows if not self.specs[name].edges else _with_those_before(rows)
+            is_compared = every[needed_rows] if mine is None else every[needed_rows] | mine[needed_rows]
+            if not is_compared.all():
+                unknown[name] = np.r_[needed_rows][~is_compared]
         if not unknown:
             return False
         if self._indexed < self.records:
@@ -459,22 +459,22 @@ class LocalSegment(Segment):
         count, done = self.rows, max(self._compared.get(name, 0), self._compared.get(_ALL, 0))
         if done == count:
             return None
-        found = self._sound.get(name)
-        if found is None or len(found) < count:
+        mask = self._sound.get(name)
+        if mask is None or len(mask) < count:
             grown = np.zeros(count, np.bool_)
-            grown[: done if found is None else len(found)] = True if found is None else found
-            found = self._sound[name] = grown
-        return found
+            grown[: done if mask is None else len(mask)] = True if mask is None else mask
+            mask = self._sound[name] = grown
+        return mask
 
     def _mark(self, name: str, rows: Rows) -> None:
-        found = self._compared_rows(name)
-        if found is not None:
-            found[rows] = True
+        mask = self._compared_rows(name)
+        if mask is not None:
+            mask[rows] = True
 
     def _settle(self, name: str) -> None:
         """Drop the rows of an array once all were compared."""
-        found = self._sound.get(name)
-        if found is not None and len(found) == self.rows and found.all():
+        mask = self._sound.get(name)
+        if mask is not None and len(mask) == self.rows and mask.all():
             self._compared[name] = self.rows
             del self._sound[name]
             if name == _ALL or all(self._compared.get(each) == self.rows for each in self.specs):
@@ -613,10 +613,10 @@ class LocalSegment(Segment):
             first, last = int(run[0]), int(run[-1]) + 1
             begin, end = part.start + first * size, min(part.start + last * size, part.stop)
             try:
-                found = block_crcs(self.part(name, begin, end).view(np.uint8), size * spec.itemsize)
+                actual_crcs = block_crcs(self.part(name, begin, end).view(np.uint8), size * spec.itemsize)
             except CorruptionError:  # the file ends early: block by block
-                found = [self._crc_of(name, at, min(at + size, end)) for at in range(begin, end, size)]
-            wrong += [first + i for i, crc in enumerate(found) if crc != crcs[before + first + i]]
+                actual_crcs = [self._crc_of(name, at, min(at + size, end)) for at in range(begin, end, size)]
+            wrong += [first + i for i, crc in enumerate(actual_crcs) if crc != crcs[before + first + i]]
         return np.array(wrong, np.int64)
 
     def _crc_of(self, name: str, begin: int, end: int) -> int:
@@ -640,9 +640,9 @@ class LocalSegment(Segment):
 
     def _block_crcs(self, record: Record, count: int) -> Int64Array | None:
         """Return the checksums of the blocks of a commit, or None if they do not match theirs."""
-        known = self._crcs.get(record.seq)
-        if known is not None:
-            return known
+        cached_crcs = self._crcs.get(record.seq)
+        if cached_crcs is not None:
+            return cached_crcs
         before = self.log.get(record.seq - 1) if record.seq else None
         start = 0 if not record.seq else -1 if before is None else before.checks_end
         if record.checks_end - start != count:
@@ -654,8 +654,8 @@ class LocalSegment(Segment):
             return None
         if len(raw) != 4 * count or crc32c(raw) != record.data_crc:
             return None
-        self._crcs[record.seq] = found = np.frombuffer(raw, "<u4").astype(np.int64)
-        return found
+        self._crcs[record.seq] = crcs = np.frombuffer(raw, "<u4").astype(np.int64)
+        return crcs
 
     def check_order(self) -> None:
         """Compare the times of the rows of a merged segment with their checksums: they are read for all rows."""
@@ -703,11 +703,11 @@ class LocalSegment(Segment):
     def acknowledged(self) -> int | None:
         """Return the number of acknowledged records, or None if the mark is damaged or missing."""
         try:
-            found = parse_mark(fs.read_file(mark_path(self.folder)))
+            num_records = parse_mark(fs.read_file(mark_path(self.folder)))
         except (OSError, StoreError) as error:
             fs.pass_external(error)
             return None
-        return found if found is not None and found <= self.meta.rows_cap else None
+        return num_records if num_records is not None and num_records <= self.meta.rows_cap else None
 
     def data_crc(self, first: int, end: int) -> int:
         """Return the checksum of the checksums of the blocks of rows `first` to `end`; -1 if offsets contradict it."""
@@ -739,8 +739,8 @@ class LocalSegment(Segment):
         """Return the values of a file that was cut or is missing, as far as they are there; `gaps` has the others."""
         values = np.zeros(spec.capacity * spec.itemsize, np.uint8)
         try:
-            found = np.frombuffer(fs.read_file(path, len(values)), np.uint8)
-            values[: len(found)] = found
+            stored_bytes = np.frombuffer(fs.read_file(path, len(values)), np.uint8)
+            values[: len(stored_bytes)] = stored_bytes
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
@@ -785,17 +785,17 @@ class LocalSegment(Segment):
         good &= table["magic"] == MAGIC
         good &= (table["kind"] >= KIND_ROWS) & (table["kind"] <= KIND_CLOSED)
         good[1:] &= table["time_ns"][1:] > table["time_ns"][:-1]
-        kept = table["kind"] == KIND_ROWS
-        good &= kept | ((table["n_rows"] == 0) & (table["seq"] == self.records - 1))  # nothing follows an end
+        is_served = table["kind"] == KIND_ROWS
+        good &= is_served | ((table["n_rows"] == 0) & (table["seq"] == self.records - 1))  # nothing follows an end
         if not good.all():
             for seq in range(start, start + len(table)):
                 if self.log.get(seq) is None:
                     self._check(seq)
         for seq in self.lost_commits():
             if start <= seq < start + len(table):
-                kept[seq - start] = False
+                is_served[seq - start] = False
         self.close_log()
-        return table[kept]
+        return table[is_served]
 
     def see(self) -> None:
         """Look at the records of new commits."""
@@ -821,15 +821,15 @@ def _with_those_before(rows: Rows) -> Rows:
 
 def _stat(path: str | Path, *, settled: bool = True) -> FileState:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return GONE
     except OSError as error:  # not known now: its values are compared again
         fs.pass_external(error)
         return None
-    if settled and abs(time.time_ns() - found.st_ctime_ns) < FRESH_NS:
+    if settled and abs(time.time_ns() - status.st_ctime_ns) < FRESH_NS:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 # Checking

@@ -78,7 +78,7 @@ def test_a_pickle_identifies_what_the_store_holds(tmp_path, backend):
     shutil.copytree(path, tmp_path / "copy")
     made(tmp_path / "new", backend, 4)
     with TrajectoryStore.open(tmp_path / "new") as one, TrajectoryStore.open(tmp_path / "copy") as two:
-        assert one._held()[0] != two._held()[0]
+        assert one._identity()[0] != two._identity()[0]
 
 
 def test_a_pickle_keeps_the_settings(tmp_path):

@@ -86,8 +86,8 @@ class ObjectMedium(Medium):
         self.where = bucket.where
         self._root = root
         self._options = cache_dir, cache_bytes
-        kept = int(number_from(CACHE_BYTES, 1 << 34)) if cache_bytes is None else cache_bytes
-        self._cache = Cache(cache_dir, kept)
+        max_bytes = int(number_from(CACHE_BYTES, 1 << 34)) if cache_bytes is None else cache_bytes
+        self._cache = Cache(cache_dir, max_bytes)
         self._own: dict[int, list[Commit]] = {}
         _open_here.add(self)
 
@@ -112,9 +112,9 @@ class ObjectMedium(Medium):
                 out.append(self._open(entry, raw))
             except StoreError as error:
                 out.append(error)
-        found = [s for s in out if isinstance(s, ObjectSegment)]
+        object_segments = [s for s in out if isinstance(s, ObjectSegment)]
         try:
-            self._read_all(found)
+            self._read_all(object_segments)
         except StoreError as error:
             if isinstance(error, ReadFailedError) and self.bucket.costly:
                 raise  # the next try may succeed
@@ -160,11 +160,11 @@ class ObjectMedium(Medium):
         for segment in segments:
             if not isinstance(segment, ObjectSegment):
                 continue
-            own = self._own.get(segment.ordinal)
-            if own is None:
+            own_commits = self._own.get(segment.ordinal)
+            if own_commits is None:
                 asking.append(segment)
                 continue
-            for commit in own[segment.records :]:
+            for commit in own_commits[segment.records :]:
                 segment.add(commit)
         for _ in range(2):  # most segments have no new commit, and most others have one
             sizes = [segment.next_size for segment in asking]
@@ -179,28 +179,28 @@ class ObjectMedium(Medium):
         reader that follows a segment does not: the objects may have been removed after a merge.
         """
         listed = self.bucket.keys_of([f"{segment.name}/" for segment in segments])
-        there = {
+        seqs_of = {
             s: [seq for key in keys if (seq := seq_of(key)) is not None]
             for s, keys in zip(segments, listed, strict=True)
         }
-        while there:
-            seqs = {segment: segment.next_seqs(some) for segment, some in there.items()}
-            asked = [segment.key(seq) for segment, some in seqs.items() for seq in some]
-            tails = iter(self.bucket.tails(asked, [self.bucket.tail] * len(asked)))
+        while seqs_of:
+            seqs = {segment: segment.next_seqs(some) for segment, some in seqs_of.items()}
+            requested = [segment.key(seq) for segment, some in seqs.items() for seq in some]
+            tails = iter(self.bucket.tails(requested, [self.bucket.tail] * len(requested)))
             again: dict[ObjectSegment, list[int]] = {}
             for segment, some in seqs.items():
                 first = segment.records
-                found = [segment.parse(seq, next(tails)) for seq in some]
-                segment.take(found)
-                if opening and segment.records == first and any(found):
+                commits = [segment.parse(seq, next(tails)) for seq in some]
+                segment.take(commits)
+                if opening and segment.records == first and any(commits):
                     now = segment.parse(
                         first, self.bucket.tails([segment.key(first)], [self.bucket.tail])[0]
                     )  # put meanwhile?
                     if now is None or not segment.add(now):
-                        _ = any(commit is not None and segment.pass_over(commit) for commit in found)
+                        _ = any(commit is not None and segment.pass_over(commit) for commit in commits)
                 if segment.records > first and not segment.finished:
-                    again[segment] = there[segment]
-            there = again
+                    again[segment] = seqs_of[segment]
+            seqs_of = again
         for segment, keys in zip(segments, listed, strict=True) if opening else ():
             seqs_there = {seq_of(key) for key in keys}
             for seq in range(segment.records):
@@ -209,18 +209,20 @@ class ObjectMedium(Medium):
 
     def _check_objects(self, segment: ObjectSegment) -> None:
         """Leave out the commits that did not reach the disk as a whole before the machine went down."""
-        report, known = VerifyReport(self.where), segment.lost_commits()
+        report, lost_commits = VerifyReport(self.where), segment.lost_commits()
         for seq in range(segment.records):
-            if seq in known:
+            if seq in lost_commits:
                 continue
             for gap in _damage_in(self.bucket.get(segment.key(seq)), segment, seq, report):
                 segment.add_gap(gap)
 
-    def fetch(self, wanted: Mapping[Segment, Iterable[Part]]) -> None:
+    def fetch(self, parts_of: Mapping[Segment, Iterable[Part]]) -> None:
         """Request together the objects that will be read first; the segments use them when they are read."""
-        asked = {key: s for s, parts in wanted.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)}
-        for key, raw in self.bucket.ahead(list(asked)[:AHEAD]).items():
-            asked[key].got[key] = raw
+        segment_of = {
+            key: s for s, parts in parts_of.items() if isinstance(s, ObjectSegment) for key in s.missing(parts)
+        }
+        for key, raw in self.bucket.ahead(list(segment_of)[:AHEAD]).items():
+            segment_of[key].got[key] = raw
 
     def forget(self, segment: Segment) -> None:
         """Free the cached columns of a segment that was removed."""
@@ -252,8 +254,8 @@ class ObjectMedium(Medium):
             least = claim(ordinal, meta.salt)
             if least == ordinal:
                 self.bucket.put_once(f"{segment_name(ordinal)}/{COPY}", raw)
-                own = self._own[ordinal] = []
-                return ObjectWriter(self.bucket, ordinal, meta, own, lock, compress=self._root.compress)
+                own_commits = self._own[ordinal] = []
+                return ObjectWriter(self.bucket, ordinal, meta, own_commits, lock, compress=self._root.compress)
             lock = None  # which releases it
 
     def write_merged(self, entry: Entry, meta: SegmentMeta, parts: Iterable[Batch]) -> None:
@@ -332,23 +334,23 @@ class ObjectMedium(Medium):
 
     def _delete(self, name: str, keys: Sequence[str]) -> None:
         ends = [key for key in keys if key.endswith(".zip")]
-        kept = {ends[-1]} if ends and self._is_seal(ends[-1]) else set[str]()
-        self.bucket.delete(key for key in keys if key not in kept)
+        seals = {ends[-1]} if ends and self._is_seal(ends[-1]) else set[str]()
+        self.bucket.delete(key for key in keys if key not in seals)
 
     def _is_seal(self, key: str) -> bool:
-        found = self.bucket.tails([key], [self.bucket.tail])[0]
-        if found is None:
+        tail = self.bucket.tails([key], [self.bucket.tail])[0]
+        if tail is None:
             return False
         try:
-            return read_attributes(read_record(*found, key), key, "commit").get("sealed") is True
+            return read_attributes(read_record(*tail, key), key, "commit").get("sealed") is True
         except (StoreError, NeedMore):
             return False
 
     def sweep(self, state: State, whole: Collection[int]) -> None:
         """Delete objects of segments without which nothing is lost."""
-        for one in self.survey(state):
-            if is_superfluous(state, one, whole):
-                self._delete(one.entry.name, self.bucket.keys(f"{one.entry.name}/"))
+        for unnamed in self.survey(state):
+            if is_superfluous(state, unnamed, whole):
+                self._delete(unnamed.entry.name, self.bucket.keys(f"{unnamed.entry.name}/"))
         self.bucket.sweep(_OLD_S)
 
     # Checking
@@ -402,10 +404,10 @@ class ObjectMedium(Medium):
         expected = segment.meta.to_attributes()
         if segment.sealed is not None:
             expected["sealed"] = dict(segment.sealed)
-        wanted = group_json(with_crc(expected))
+        expected_header = group_json(with_crc(expected))
         keys = (f"{segment.name}/{KEY}", f"{segment.name}/{COPY}")
         for key, raw in zip(keys, self.bucket.get_many(keys), strict=True):
-            if raw != wanted and (raw is not None or key.endswith(KEY) or segment.sealed is not None):
+            if raw != expected_header and (raw is not None or key.endswith(KEY) or segment.sealed is not None):
                 report.problem(f"{key} is damaged or missing")
         if segment.sealed is not None:
             _check_sealed(self.bucket, segment, report)
@@ -456,19 +458,19 @@ def _check_sealed(bucket: Bucket, segment: ObjectSegment, report: VerifyReport) 
 def _check_commits(
     bucket: Bucket, segment: ObjectSegment, report: VerifyReport, follow: Callable[[Sequence[Segment]], object]
 ) -> None:
-    there = {key for key in bucket.keys(f"{segment.name}/") if key.endswith(".zip")}
-    known = segment.lost_commits()
+    commit_keys = {key for key in bucket.keys(f"{segment.name}/") if key.endswith(".zip")}
+    lost_commits = segment.lost_commits()
     for seq, brief in enumerate(segment.history):
-        if seq in known:
+        if seq in lost_commits:
             continue
         key = segment.key(seq)
-        gaps = _damage_in(bucket.get(key) if key in there else None, segment, seq, report)
+        gaps = _damage_in(bucket.get(key) if key in commit_keys else None, segment, seq, report)
         for gap in gaps:
             segment.report(report, gap)
         report.rows += 0 if gaps else brief.n_rows
-    last = max((int(key[-12:-4]) for key in there if key[-12:-4].isdigit()), default=-1)
+    last = max((int(key[-12:-4]) for key in commit_keys if key[-12:-4].isdigit()), default=-1)
     if (
-        last >= segment.records and last not in known
+        last >= segment.records and last not in lost_commits
     ):  # the listing is newer than what was read: the segment may have grown in between
         first = segment.records
         follow([segment])
@@ -520,14 +522,14 @@ class ObjectWriter(SegmentWriter):
         bucket: Bucket,
         ordinal: int,
         meta: SegmentMeta,
-        own: list[Commit],
+        own_commits: list[Commit],
         lock: fs.OpenFile | None,
         *,
         compress: bool,
     ) -> None:
         super().__init__(ordinal, meta)
         self._bucket = bucket
-        self._own = own
+        self._own = own_commits
         self._lock = lock
         self._compress = compress
         self._name = segment_name(ordinal)

@@ -179,8 +179,8 @@ class ObjectSegment(Segment):
 
     def add(self, commit: Commit) -> bool:
         """Add the next commit, and the new ones of its block that it records; return False if they contradict."""
-        chain, known = [self._last], self.records - commit.seq + len(commit.before)
-        for n_rows, time_ns, *ends in commit.before[known:]:
+        chain, first_new = [self._last], self.records - commit.seq + len(commit.before)
+        for n_rows, time_ns, *ends in commit.before[first_new:]:
             chain.append(Brief(n_rows, chain[-1].rows_end + n_rows, time_ns, tuple(ends)))
         begins = (chain[-1].rows_end + commit.n_rows, chain[-1].ends) == (
             commit.rows_end,
@@ -217,17 +217,17 @@ class ObjectSegment(Segment):
 
     def leave_out(self, seq: int, words: str) -> None:
         """Note a commit that is not served; the first reason stays."""
-        known = next((gap for gap in self.gaps if gap.seq == seq and not gap.array), None)
+        earlier_gap = next((gap for gap in self.gaps if gap.seq == seq and not gap.array), None)
         brief = self.history[seq] if seq < len(self.history) else Brief(0, self.rows, 0, ())
-        gap = Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, words if known is None else known.why)
-        self.gaps = sorted([*(g for g in self.gaps if g is not known), gap])
+        gap = Gap(seq, brief.rows_end - brief.n_rows, brief.rows_end, words if earlier_gap is None else earlier_gap.why)
+        self.gaps = sorted([*(g for g in self.gaps if g is not earlier_gap), gap])
 
     def expect_rows(self, promised: int | None) -> None:
         """Leave out the rows that the catalog knows of and that no commit has."""
         if promised is not None and self.rows < promised <= self.meta.rows_cap:
             last = self._last
-            known = next((gap for gap in self.gaps if gap.seq == self.records), None)
-            why = f"the commits from number {self.records} on are missing" if known is None else known.why
+            earlier_gap = next((gap for gap in self.gaps if gap.seq == self.records), None)
+            why = f"the commits from number {self.records} on are missing" if earlier_gap is None else earlier_gap.why
             self.gaps = [gap for gap in self.gaps if gap.seq != self.records]
             self.gaps.append(Gap(self.records, self.rows, promised, why))
             self._add(Brief(promised - self.rows, promised, last.time_ns, last.ends))
@@ -245,25 +245,25 @@ class ObjectSegment(Segment):
         fetched = list(self._fetched.values()) if self._whole and self.records else []
         return WHOLE if any(last < len(done) and done[last] for done in fetched) else self.bucket.tail
 
-    def take_next(self, found: tuple[bytes, int] | None) -> bool:
+    def take_next(self, tail: tuple[bytes, int] | None) -> bool:
         """Add the next commit, if it is there; an object that was fetched whole is kept and not requested again."""
         key = self.key(self.records)
-        commit = self.parse(self.records, found)
+        commit = self.parse(self.records, tail)
         if commit is None or not self.add(commit):
             return False
-        if found is not None and len(found[0]) == found[1] and commit.n_rows and len(self.got) < FETCHED:
-            self.got[key] = found[0]
+        if tail is not None and len(tail[0]) == tail[1] and commit.n_rows and len(self.got) < FETCHED:
+            self.got[key] = tail[0]
         return True
 
-    def next_seqs(self, there: Sequence[int]) -> list[int]:
+    def next_seqs(self, seqs: Sequence[int]) -> list[int]:
         """Return which of the existing commits to request: of a whole block only the last, which records all."""
-        ends = {seq for seq in there if seq % BLOCK == BLOCK - 1} - self.lost_commits()
-        new = (seq for seq in there if seq >= self.records)
+        ends = {seq for seq in seqs if seq % BLOCK == BLOCK - 1} - self.lost_commits()
+        new = (seq for seq in seqs if seq >= self.records)
         return sorted({end if (end := seq - seq % BLOCK + BLOCK - 1) in ends else seq for seq in new})
 
-    def take(self, found: Sequence[Commit | None]) -> None:
+    def take(self, parsed_commits: Sequence[Commit | None]) -> None:
         """Add the commits that were found, up to the first gap."""
-        commits = {c.seq: c for c in found if c is not None}
+        commits = {c.seq: c for c in parsed_commits if c is not None}
         while not self.finished:
             n = self.records
             commit = commits.get(n - n % BLOCK + BLOCK - 1)
@@ -276,11 +276,11 @@ class ObjectSegment(Segment):
         """Return the key of a commit's object."""
         return commit_key(self.name, seq)
 
-    def parse(self, seq: int, found: tuple[bytes, int] | None) -> Commit | None:
+    def parse(self, seq: int, object_end: tuple[bytes, int] | None) -> Commit | None:
         """Return the record at the end of an object, or None if the object is missing or damaged."""
         key = self.key(seq)
         try:
-            commit = self._from_end(key, found, lambda tail, size: read_commit(tail, size, key, self.meta))
+            commit = self._from_end(key, object_end, lambda tail, size: read_commit(tail, size, key, self.meta))
             if commit is None or self._is_named(commit, seq):
                 return commit
             self.leave_out(seq, f"object {key} is another commit than its name says")
@@ -294,13 +294,13 @@ class ObjectSegment(Segment):
         """Return whether an object holds the commit that its name says."""
         return (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt)
 
-    def _from_end(self, key: str, found: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
+    def _from_end(self, key: str, tail: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
         """Read something from the end of an object; request more of it where that is needed."""
-        while found is not None:
+        while tail is not None:
             try:
-                return read(*found)
+                return read(*tail)
             except NeedMore as more:
-                found = self.bucket.tails([key], [more.size])[0]
+                tail = self.bucket.tails([key], [more.size])[0]
         return None
 
     def commits(self, start: int = 0) -> npt.NDArray[Any]:
@@ -320,9 +320,9 @@ class ObjectSegment(Segment):
         """Return whether a writer may still append: it holds its lock or, where there is none, has committed lately."""
         if self.finished:
             return False
-        held = self.bucket.is_locked(f"{self.name}/{KEY}")
-        if held is not None:
-            return held
+        is_locked = self.bucket.is_locked(f"{self.name}/{KEY}")
+        if is_locked is not None:
+            return is_locked
         last = self.history[-1].time_ns if self.history else self.meta.created_ns
         return abs(time.time_ns() - last) < ABANDONED_AFTER_S * 1e9
 
@@ -380,8 +380,8 @@ class ObjectSegment(Segment):
         with self._cache.lock:
             for name in sorted(names, key=lambda name: not self.specs[name].edges):  # where rows are follows from them
                 fetch(name, rows)
-            told, self._told = self._told, len(self.gaps)
-        return self._told > told
+            num_reported, self._told = self._told, len(self.gaps)
+        return self._told > num_reported
 
     def _find_missing(self, name: str, unit: int) -> None:
         """Fetch a part of an array, or leave it out if its object is gone."""
@@ -431,16 +431,14 @@ class ObjectSegment(Segment):
     def find_missing(self) -> bool:
         """Look for objects that are gone."""
         before = len(self.gaps)
-        there = set(self.bucket.keys(f"{self.name}/"))
+        keys = set(self.bucket.keys(f"{self.name}/"))
         if self.sealed is None:
             for seq in range(self.records):
-                if self.history[seq].n_rows and self.key(seq) not in there and seq not in self.lost_commits():
+                if self.history[seq].n_rows and self.key(seq) not in keys and seq not in self.lost_commits():
                     self.leave_out(seq, f"object {self.key(seq)} is missing")
             return len(self.gaps) > before
         gone = [
-            name
-            for name, spec in self.specs.items()
-            if not there.issuperset(self.layouts[name].shards(self.name, spec))
+            name for name, spec in self.specs.items() if not keys.issuperset(self.layouts[name].shards(self.name, spec))
         ]
         return self.find_damage(slice(0, self.rows), gone)
 
@@ -463,11 +461,11 @@ class ObjectSegment(Segment):
 
     def _objects(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return whole objects; those not fetched before are requested together."""
-        asked = [key for key in keys if key not in self.got]
-        found = dict(zip(asked, self.bucket.get_many(asked), strict=True))
+        new_keys = [key for key in keys if key not in self.got]
+        new_objects = dict(zip(new_keys, self.bucket.get_many(new_keys), strict=True))
         out: dict[str, bytes] = {}
         for key in keys:
-            raw = found[key] if key in found else self.got.pop(key)
+            raw = new_objects[key] if key in new_objects else self.got.pop(key)
             if raw is None:
                 raise FileNotFoundError(key)
             out[key] = raw
@@ -657,8 +655,8 @@ class ObjectSegment(Segment):
         if crc32c(raw) != right:
             stored = read_chunks(self.bucket, objects, self.name, spec, layout, range(first, last), self._indexes)
             raw = np.array([crc32c(chunk) for _, chunk in stored], "<u4").tobytes()
-        known = np.frombuffer(raw, "<u4").astype(np.int64)
-        return known if crc32c(raw) == right else np.full(last - first, -1, np.int64)
+        crcs = np.frombuffer(raw, "<u4").astype(np.int64)
+        return crcs if crc32c(raw) == right else np.full(last - first, -1, np.int64)
 
     def has_checks(self, name: str) -> bool:
         """Return whether the stored checksums of the chunks of an array match theirs."""
@@ -673,10 +671,10 @@ class ObjectSegment(Segment):
     def _stored_crcs(self, name: str, first: int, last: int) -> bytes:
         """Return the stored checksums of some chunks of an array, as far as they are there."""
         key, before = f"{self.name}/{CHECKS}", 0
-        for other, spec in self.specs.items():
-            if other == name:
+        for array_name, spec in self.specs.items():
+            if array_name == name:
                 break
-            before += self.layouts[other].count(spec)
+            before += self.layouts[array_name].count(spec)
         try:
             return self.bucket.ranges(key, [(4 * (before + first), 4 * (before + last))])[0]
         except (FileNotFoundError, NotADirectoryError, CorruptionError):
@@ -694,7 +692,7 @@ class ObjectSegment(Segment):
             for fd in files.values():
                 os.close(fd)
 
-    def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None, asked: str) -> None:
+    def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None, read_array: str) -> None:
         """Write the values of some arrays of a commit to their cached files, and leave out damaged rows.
 
         Of an array that was not asked for, and is damaged, nothing is noted: a read costs what it returns.
@@ -711,7 +709,7 @@ class ObjectSegment(Segment):
                 continue
             spec = self.specs[name]
             values, gaps = self.compared(seq, spec, places, crcs, raw)
-            if gaps and name != asked:
+            if gaps and name != read_array:
                 continue
             for gap in gaps:
                 self.add_gap(gap)
@@ -742,8 +740,8 @@ class ObjectSegment(Segment):
             why = str(error).rstrip(".") if isinstance(error, CorruptionError) else words
             zeros = np.zeros(count * (spec.itemsize // spec.dtype.itemsize), spec.dtype)
             return zeros, [whole[0]._replace(why=why)]
-        gaps, found = list[Gap](), block_crcs(inner.view(np.uint8), size * spec.itemsize)
-        for block in (i for i, (a, b) in enumerate(zip(found, right, strict=True)) if a != b):
+        gaps, actual_crcs = list[Gap](), block_crcs(inner.view(np.uint8), size * spec.itemsize)
+        for block in (i for i, (a, b) in enumerate(zip(actual_crcs, right, strict=True)) if a != b):
             hit = self._rows_of_block(seq, spec, block * size, (block + 1) * size)
             gaps += [Gap(seq, first + begin, first + end, words, name) for begin, end in hit]
         if spec.edges and values[0]:
@@ -787,10 +785,10 @@ class ObjectSegment(Segment):
         if raw is not None:
             return read(raw, len(raw))
         if seq not in self._known:
-            found = self._from_end(key, self.bucket.tails([key], [self.bucket.tail])[0], read)
-            if found is None:
+            contents = self._from_end(key, self.bucket.tails([key], [self.bucket.tail])[0], read)
+            if contents is None:
                 raise FileNotFoundError(key)
-            self._known[seq] = found
+            self._known[seq] = contents
         return self._known[seq]
 
     def gap_ids(self, gap: Gap) -> Int64Array:
@@ -803,8 +801,8 @@ class ObjectSegment(Segment):
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""
         self.find_damage(slice(0, self.rows), (TARGET,))
-        lost = (one for one in self.gaps if one.array in ("", TARGET))
-        if not gap.array or any(one.first < gap.end and gap.first < one.end for one in lost):
+        lost = (earlier for earlier in self.gaps if earlier.array in ("", TARGET))
+        if not gap.array or any(earlier.first < gap.end and gap.first < earlier.end for earlier in lost):
             return None
         return np.array(self.array(TARGET)[gap.first : gap.end])
 
