@@ -79,6 +79,10 @@ class ShownTools:
     schemas: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     parser: TurnParser | None = None
 
+    def formed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose calls have the form that the chat template takes."""
+        return [dict(one) if self.parser is None else self.parser.call_format.message(one) for one in messages]
+
 
 @dataclass(frozen=True, slots=True)
 class RowTurn:
@@ -556,7 +560,7 @@ class Conversations:
         if shown is None:
             shown = prompt.text if prompt.messages is None else prompt.messages
         if not isinstance(shown, str):
-            shown = checked_messages(shown, "the prompt")
+            shown = tools.formed(checked_messages(shown, "the prompt"))
         as_chat = self.as_chat or not isinstance(shown, str)
         said = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
         if not any(message["content"].strip() for message in said):
@@ -800,7 +804,7 @@ class Conversations:
         exchanged: Sequence[Mapping[str, Any]] | None = None,
     ) -> TurnRow | None:
         """Begin a row of the episode with other messages; return None if they leave no room for a token."""
-        before = conversation.at.row
+        before, messages = conversation.at.row, tools.formed(messages)
         assert before is not None
         as_chat = conversation.as_chat or any(one["role"] != "user" for one in messages)
         ids = encode_prompt(

@@ -7,6 +7,7 @@ reported before sampling, so a conversation meets no template error that its own
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -61,9 +62,12 @@ class CallFormat:
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        arguments = function["arguments"]
+        arguments = function.get("arguments") or {}
         if self.has_text_arguments and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str) and not self.has_text_arguments:
+            with contextlib.suppress(ValueError):  # text that is no JSON is left to the template
+                arguments = json.loads(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
 
 

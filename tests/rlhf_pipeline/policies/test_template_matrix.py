@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pipeline import Collect, Prompt, Tools
+from rlhf_pipeline import Collect, Prompt, Step, Tools, Turn
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.policies.call_formats import rewritten_history
@@ -82,7 +82,7 @@ class Scripted:
         return RaggedCompletions(ids, np.zeros(len(ids), np.float32), np.array([len(ids)]), none, none, none == 0)
 
 
-def conversation(tokenizer: Any, *turns: str) -> Conversation:
+def conversation(tokenizer: Any, *turns: str, environment: Any = None) -> Conversation:
     """A conversation with the two tools in which the policy writes these turns, each with its end."""
     end = tokenizer.eos_token_id
     script = [[*tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns]
@@ -96,7 +96,13 @@ def conversation(tokenizer: Any, *turns: str) -> Conversation:
     )
     config = Collect(prompts_per_rollout=1, group_size=1, max_new_tokens=5_000, max_turns=len(turns))
     runner = Conversations(
-        Tools(calc, look), policy=policy, config=config, temperature=1.0, seed=0, as_chat=True, template={}
+        environment or Tools(calc, look),
+        policy=policy,
+        config=config,
+        temperature=1.0,
+        seed=0,
+        as_chat=True,
+        template={},
     )
     (found,) = runner.run([Prompt(text=str(ASKED["content"]))], [0])
     return found
@@ -217,6 +223,36 @@ def test_a_reply_is_the_users_only_where_a_call_is_malformed():
     assert [message["role"] for message in found.messages][2:9:2] == ["tool", "user", "user", "tool"]
     assert "length 9" in found.messages[6]["content"]
     assert found.fallback_replies == found.call_errors == 2
+
+
+class Summary:
+    """Shows a history with a call, whose arguments are text or an object."""
+
+    tools: ClassVar = [calc, look]
+    arguments: ClassVar[Any]
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        """Show the prompt."""
+
+    def step(self, turn: Turn) -> Step:
+        """Replace the history."""
+        call = {"id": "call_1", "type": "function", "function": {"name": "calc", "arguments": self.arguments}}
+        result = {"role": "tool", "name": "calc", "content": CALLS[0][2], "tool_call_id": "call_1"}
+        return Step(history=[ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, result])
+
+
+@pytest.mark.parametrize("name", ["granite_4", pytest.param("deepseekv31", marks=pytest.mark.peer)])
+@pytest.mark.parametrize("arguments", [CALLS[0][1], json.dumps(CALLS[0][1])], ids=["object", "text"])
+def test_a_history_of_an_environment_is_shown_in_the_form_of_the_template(name: str, arguments: Any):
+    """Whether it has the arguments of calls as an object or, as OpenAI's clients, as text."""
+    tokenizer = byte_tokenizer(FAMILIES[name])
+    environment = type("Compacts", (Summary,), {"arguments": arguments})
+    found = conversation(tokenizer, "Hm.", "It is 4.", environment=environment)
+    assert found.failure is None
+    assert found.row is not None
+    first, turn, after = by_authors(tokenizer, FAMILIES[name], 1)
+    end = FAMILIES[name].end
+    assert tokenizer.decode(found.row.ids) == f"{first}{turn}{end}{after}It is 4.{end}"
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
