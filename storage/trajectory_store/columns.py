@@ -221,15 +221,17 @@ class ColumnReader:
         self._unchecked = checked and not catalog.is_checked
         self._checked: set[tuple[str, bool]] = set()
         self._base = Places(*catalog.locate(ids)) if places is None else places
+        segments, updates = catalog.segments, catalog.updates
+        self._watched = [segments[ordinal] for ordinal, _ in self._base.runs if ordinal in segments]
+        if updates:
+            self._watched += list(updates.values())
         self._gaps = self._count_gaps()
         self._spans: dict[str, Spans] = {}
         self._updated: dict[str, Places] = {}
 
     def _count_gaps(self) -> int:
         """Return how many parts of these segments, and of all updates, are left out."""
-        segments, updates = self._catalog.segments, self._catalog.updates
-        rows = sum(len(segments[ordinal].gaps) for ordinal, _ in self._base.runs if ordinal in segments)
-        return rows + sum(len(update.gaps) for update in list(updates.values()))
+        return sum([len(segment.gaps) for segment in self._watched])
 
     def confirm(self) -> None:
         """Refuse what was read if another read, since this one began, has found that some of its rows are damaged."""

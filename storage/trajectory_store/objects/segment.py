@@ -153,6 +153,8 @@ class ObjectSegment(Segment):
         """Whether objects are read whole; an update that is damaged anywhere does not count."""
         self._edges: Int64Array = np.empty(0, np.int64)
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
+        self._complete: set[str] = set()
+        """The arrays of a merged segment that are in cached files as a whole."""
         self._indexes: dict[str, Int64Array] = {}
         self._known: dict[int, tuple[Places, Crcs]] = {}
         self._pages: dict[tuple[str, int], Int64Array] = {}
@@ -512,7 +514,7 @@ class ObjectSegment(Segment):
 
     def _fetch(self, name: str, rows: Rows | None) -> None:
         """Fetch the missing parts of an array that rows need."""
-        if name in self._maps and not len(self._missing(name, rows)):
+        if name in self._maps and (name in self._complete or not len(self._missing(name, rows))):
             return
         try:
             self._file(name)
@@ -593,6 +595,7 @@ class ObjectSegment(Segment):
     def _fetch_chunks(self, name: str, chunks: Int64Array) -> None:
         item, size = self.specs[name].itemsize, self.layouts[name].elements
         lost: list[tuple[int, str]] = []
+        landed, nbytes = list[int](), 0
         with self._files([name]) as files:
             waiting, at = list[npt.NDArray[np.uint8]](), 0
 
@@ -609,10 +612,16 @@ class ObjectSegment(Segment):
                     land()
                     at = chunk
                 waiting.append(values.view(np.uint8))
-                self._have(name, chunk, values.nbytes)
+                landed.append(chunk)
+                nbytes += values.nbytes
             land()
+        done = self._done(name)
+        done[landed] = True
+        self._cache.add(self, name, nbytes)
         for chunk, why in lost:
             self._lose_chunk(name, chunk, why)
+        if done[: self.layouts[name].count(self.specs[name])].all():
+            self._complete.add(name)
 
     def _have(self, name: str, unit: int, size: int) -> None:
         self._done(name)[unit] = True
@@ -818,6 +827,7 @@ class ObjectSegment(Segment):
         """Forget the cached file of an array; maps in use stay valid."""
         super().drop(name)
         self._fetched.pop(name, None)
+        self._complete.discard(name)
 
     def drop(self, name: str) -> None:
         """Remove the cached file of an array; maps in use stay valid."""
