@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlhf_pipeline.data.episodes import stored_last_rows, whole_episodes
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange.exporter import Backend, ExportReport, chosen
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
@@ -30,7 +31,8 @@ def copy_store(
         store: an open store, or its folder.
         to: the new folder; must not exist.
         backend: of the new store.
-        filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
+        filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`; the last row of an
+            episode decides for all of its rows.
         on_rows: called with the number of trajectories copied and to copy.
         skip_damaged: leave out trajectories that do not match their checksums; otherwise they are an error.
 
@@ -45,6 +47,10 @@ def copy_store(
     target = Path(to).expanduser()
     check_absent(target)
     with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
+        if filters:
+            num_chosen = len(ids)
+            ids, _ = whole_episodes(opened, ids[stored_last_rows(opened, ids)])
+            left_out += num_chosen - len(ids)
         with appearing_whole(target) as part:
             copy_intact(opened, part, ids, backend=backend, on_rows=on_rows)
         columns = opened.schema.names

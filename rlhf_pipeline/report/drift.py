@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_pipeline.data.keys import EPISODE_SIZE, POLICY_ROLE
+from rlhf_pipeline.data.keys import EPISODE_ID, EPISODE_ROW, EPISODE_SIZE, POLICY_ROLE
 from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
 
@@ -68,8 +68,31 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
                     problem = f"its prompt has other tokens than that of another member of group {group}"
                 if problem is not None:
                     yield row, problem
+    if EPISODE_SIZE in stored.columns:
+        yield from _without_all_rows(stored)
     if {"parent_id", "trajectory_id", "num_prompt_tokens"} <= set(stored.columns):
         yield from _continued(stored)
+
+
+def _without_all_rows(stored: Stored) -> Iterator[tuple[int, str]]:
+    """Look for rows beside which a row of the same episode is missing: rows of an episode have consecutive ids."""
+    for ids in stored.blocks():
+        names = (str(name) for name in (EPISODE_ID, EPISODE_ROW, EPISODE_SIZE))
+        episode, position, size = (stored.store.read_scalars(name, ids) for name in names)
+        lacks = np.zeros(len(ids), bool)
+        for step, has_neighbour in ((1, position < size - 1), (-1, position > 0)):
+            at = np.flatnonzero(has_neighbour)
+            is_stored = stored.store.holds(ids[at] + step)
+            same = np.zeros(len(at), bool)
+            same[is_stored] = (
+                stored.store.read_scalars(str(EPISODE_ID), ids[at][is_stored] + step) == (episode[at][is_stored])
+            )
+            lacks[at[~same]] = True
+        for at in np.flatnonzero(lacks).tolist():
+            yield (
+                int(ids[at]),
+                f"it is row {position[at]} of an episode of {size[at]}, and the row beside it is missing",
+            )
 
 
 def _continued(stored: Stored) -> Iterator[tuple[int, str]]:

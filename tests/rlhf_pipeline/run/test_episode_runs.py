@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import Evaluate, FrozenLake, LakeMaps, Pipeline, Replay, Sample, Step, Turn
-from rlhf_pipeline.report.check import check_run
+from rlhf_pipeline.exchange import copy_store
+from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
 from tests.rlhf_pipeline.small import changed
 from trajectory_store import TrajectoryStore
+from trajectory_store.compare import copy_store as copy_rows
 from trajectory_store.recorder import TrajectoryRecorder
 
 pytestmark = pytest.mark.slow
@@ -117,6 +119,24 @@ def test_a_replay_gathers_whole_episodes(filters, finished, tmp_path):
         named = {*rows["episode_id"][used].tolist()}
         assert np.isin(rows["episode_id"], [*named]).sum() == len(line["row_ids"])
         assert len(named) <= 4
+
+
+def test_a_copy_keeps_episodes_and_verify_misses_rows(finished, tmp_path):
+    """A filter on the reward copies the other rows of its episodes too; a store without some of them is reported."""
+    source = rows_of(finished / "store")
+    copy_store(finished / "store", tmp_path / "copy", filters=["reward>=0"])
+    chosen = source["episode_id"][(source["episode_row"] == source["episode_size"] - 1) & (source["task_reward"] >= 0)]
+    assert rows_of(tmp_path / "copy")["trajectory_id"].tolist() == (
+        source["trajectory_id"][np.isin(source["episode_id"], chosen)].tolist()
+    )
+    assert all(finding.ok for finding in check_store(tmp_path / "copy"))
+    first = source["row_id"][source["episode_row"] == 0]
+    with TrajectoryStore.open(finished / "store") as opened:
+        copy_rows(opened, tmp_path / "part", first)
+    several = int((source["episode_size"][source["episode_row"] == 0] > 1).sum())
+    problems = [finding.text for finding in check_store(tmp_path / "part") if not finding.ok]
+    assert "and the row beside it is missing" in problems[0]
+    assert problems[0].startswith(f"{several} conversation")
 
 
 def test_advantages_of_recorded_episodes(tmp_path):
