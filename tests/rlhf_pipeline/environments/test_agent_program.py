@@ -422,6 +422,43 @@ def test_the_order_of_requests_does_not_change_samples(repeats, is_server):
     assert [len(turns) for turns in first] == [6 if repeats == "retry" else 7] * 2
 
 
+REWRITES = CHAT_TEMPLATE.replace(
+    "m.content }}", "(m.content if loop.last or m.role != 'assistant' else m.content.split('+')[-1]) }}"
+)
+"""Drops what stands before a plus in earlier turns."""
+
+
+class Asks:
+    """The conversation of `turns`."""
+
+    parallel = True
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        """Show the prompt."""
+        self.length = len(prompt.text)
+
+    def step(self, turn: Turn) -> Step:
+        """Ask three times."""
+        self.length += len(turn.text) + 1
+        if turn.number == 3:
+            return Step(done=True, rewards={"reward": self.length})
+        return Step([{"role": "user", "content": "5"}])
+
+
+def test_a_template_that_rewrites_the_turns_of_a_program():
+    """With `collect.history="rewritten"` the policy reads what the template shows; the program changed nothing."""
+    found = []
+    for environment in (AgentProgram(turns), Asks):
+        model = policy()
+        model.tokenizer.chat_template = REWRITES
+        found.append(run(environment, "1+2", "34", "7", model=model, history="rewritten", max_new_tokens=10))
+    asked, answered = found
+    assert rows_of(asked) == rows_of(answered)
+    np.testing.assert_array_equal(log_probs_of(asked), log_probs_of(answered))
+    assert {len(one.sampled_rows) for one in asked} > {1}
+    assert {one.edited_histories for one in asked} == {0}
+
+
 def test_several_choices_are_rows():
     """Each choice is a row, and each may be continued."""
 
