@@ -73,8 +73,7 @@ class BucketCache(SlotCache):
 
     def open_window(self, rows: int, longest: int) -> None:
         """Let the next steps, at most `ahead`, compute rows `0 .. rows - 1`; see `SlotCache.open_window`."""
-        super().open_window(rows, longest)
-        self.low, self.high = 0, bucket_columns(self.column + self.ahead)
+        self._open(rows, 0, bucket_columns(self.column + self.ahead))
         self.at.fill_(self.column)
 
     @property
@@ -82,14 +81,15 @@ class BucketCache(SlotCache):
         """The columns before the newest one, for the model's own mask code: all of the bucket."""
         return self.high - 1
 
-    def write(self, buffer: Tensor, new: Tensor) -> None:
+    def write(self, buffers: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
         """See `SlotCache.write`."""
-        buffer[: self.rows].index_copy_(2, self.at, new)
+        for buffer, states in zip(buffers, new, strict=True):
+            buffer[: self.rows].index_copy_(2, self.at, states)
 
     def visible(self, lengths: Tensor) -> Tensor:
         """See `SlotCache.visible`. A row without tokens sees the column that it writes, as no row of NaN may arise."""
         columns = self.columns[: self.high]
-        return (columns >= self.at - lengths[:, None]) & (columns <= self.at)
+        return (columns >= self.at - lengths) & (columns <= self.at)
 
     def close_gaps(self, slots: Tensor, gaps: Tensor, longest: int, most: int) -> None:
         """Move rows that ended before the other ones up to the shared column.

@@ -7,7 +7,6 @@ a CPU the host stands between the two halves: it reads the tokens, and finished 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +63,7 @@ class DecodeStep:
         self.weight = parts.sampling_weight()
         self.config = text_config(parts)
         self.sliding = sliding_window(self.config)
+        self.adds_masks = implementation_of(self.config) == "eager"
 
     def draw(self, hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draw a token per row.
@@ -87,15 +87,19 @@ class DecodeStep:
             tokens: int64 `[rows]`.
             lengths: the tokens of each row in the cache, int64 `[rows]`, which are the positions of the new ones.
         """
-        grouped = steps_attended_by(self.config, grouped_queries) if self.masking.grouped else nullcontext()
-        with grouped:
-            hidden = self.parts.hidden(
-                input_ids=tokens.unsqueeze(1),
-                position_ids=lengths.unsqueeze(1),
-                attention_mask=self._mask(lengths),
-                cache=self.cache,
-                use_cache=True,
-            )
+        if self.masking.grouped:
+            with steps_attended_by(self.config, grouped_queries):
+                return self._fed(tokens.unsqueeze(1), lengths.unsqueeze(1))
+        return self._fed(tokens.unsqueeze(1), lengths.unsqueeze(1))
+
+    def _fed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        hidden = self.parts.hidden(
+            input_ids=tokens,
+            position_ids=lengths,
+            attention_mask=self._mask(lengths),
+            cache=self.cache,
+            use_cache=True,
+        )
         return hidden[:, 0]
 
     def _mask(self, lengths: Tensor) -> Any:
@@ -110,8 +114,8 @@ class DecodeStep:
 
     def _ready_made(self, lengths: Tensor) -> Tensor:
         """Return a mask `[rows, 1, 1, columns]`: bool, or numbers to add where the model's own attention adds them."""
-        mask = self.cache.visible(lengths)[:, None, None, :]
-        if implementation_of(self.config) != "eager":
+        mask = self.cache.visible(lengths[:, :, None, None])
+        if not self.adds_masks:
             return mask
         dtype = self.parts.head.weight.dtype
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

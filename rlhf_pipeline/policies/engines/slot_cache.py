@@ -48,6 +48,8 @@ class LayerStates(NamedTuple):
     rows: dict[tuple[str, int], Tensor]
 
 
+Window = tuple[slice, slice, slice]
+"""Rows, heads and columns."""
 States = list[LayerStates]
 """What all layers keep."""
 
@@ -103,7 +105,16 @@ class _PrefillLayer(CacheLayer):
         return 0
 
 
-class PrefillCache(Cache):
+class LayerCache(Cache):
+    """A cache of layers that may keep columns, states, both or neither."""
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return False for each layer; transformers asks every layer for its class, in every step."""
+        return [False] * len(self.layers)
+
+
+class PrefillCache(LayerCache):
     """Captures what the layers keep of a batch of prompts."""
 
     def __init__(self, num_layers: int, num_states: int = 0) -> None:
@@ -181,16 +192,15 @@ class _SlotLayer(CacheLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
         keys, values = self.storage(key_states, value_states, owner.num_slots, owner.num_columns)
-        rows, low, high = owner.rows, owner.low, owner.high
-        owner.write(keys, key_states)
-        owner.write(values, value_states)
-        return keys[:rows, :, low:high], values[:rows, :, low:high]
+        owner.write((keys, values), (key_states, value_states))
+        window = owner.window
+        return keys[window], values[window]
 
     def get_seq_length(self) -> int:
         return self.owner.past
 
 
-class SlotCache(Cache):
+class SlotCache(LayerCache):
     """Keys and values of the live completions, in exactly the rows and columns that they need.
 
     Live slots are always rows `0 .. rows - 1`: the engine moves the last ones into the gaps, so a forward pass never
@@ -201,6 +211,7 @@ class SlotCache(Cache):
         rows: how many slots the next step computes, from the first on.
         low: the first column that it reads.
         high: the column after the last one that it reads.
+        window: these rows, and these columns.
     """
 
     def __init__(
@@ -215,6 +226,7 @@ class SlotCache(Cache):
     ) -> None:
         self.slot_layers = [_SlotLayer(self, num_states) for _ in range(num_layers)]
         super().__init__(layers=[*self.slot_layers])
+        self.num_states = num_states
         self.num_slots = num_slots
         self.lead = longest_prompt
         self.bound = longest_prompt + longest_completion
@@ -222,6 +234,8 @@ class SlotCache(Cache):
         self.device = device
         self.rows = 0
         self.column = self.low = self.high = self.lead
+        self.window: Window = (slice(0), slice(None), slice(0))
+        self._distances = torch.arange(self.num_columns, -1, -1, device=device)
 
     def begin(self, longest: int, *, rows: int, to_come: int, widest: int = 0) -> None:
         """Make sure that the shared column is free. Call this before rows are inserted."""
@@ -295,24 +309,36 @@ class SlotCache(Cache):
 
     def open_window(self, rows: int, longest: int) -> None:
         """Let the next step compute rows `0 .. rows - 1`, whose longest has `longest` tokens, and no column more."""
-        self.rows = rows
-        for layer in self.slot_layers:
-            layer.show(rows)
-        self.low, self.high = self.column - longest, self.column + 1
+        self._open(rows, self.column - longest, self.column + 1)
+
+    def _open(self, rows: int, low: int, high: int) -> None:
+        self.rows, self.low, self.high = rows, low, high
+        self.window = slice(rows), slice(None), slice(low, high)
+        if self.num_states:
+            for layer in self.slot_layers:
+                layer.show(rows)
 
     @property
     def past(self) -> int:
         """The columns of the window before the shared one."""
         return self.column - self.low
 
-    def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Write keys or values of one token per row, `[rows, heads, 1, dim]`, at the shared column."""
-        buffer[: self.rows, :, self.column] = new[:, :, 0]
+    def write(self, buffers: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
+        """Write keys and values of one token per row, each `[rows, heads, 1, dim]`, at the shared column."""
+        (keys, values), rows, column = buffers, self.rows, self.column
+        keys[:rows, :, column] = new[0][:, :, 0]
+        values[:rows, :, column] = new[1][:, :, 0]
 
     def visible(self, lengths: Tensor) -> Tensor:
-        """Return which columns of the window a step sees, bool `[rows, high - low]`: its own and `lengths` before it.
+        """Return which columns of the window a step sees: its own, and as many before it as the row has tokens.
 
         Args:
-            lengths: int64 `[rows]`.
+            lengths: int64, in any shape `[rows, ..., 1]`.
+
+        Returns:
+            bool `[rows, ..., high - low]`.
         """
-        return torch.arange(self.low - self.column, 1, device=self.device) >= lengths.neg().unsqueeze(1)
+        width = self.high - self.low
+        if width > self._distances.shape[0]:
+            self._distances = torch.arange(self.num_columns, -1, -1, device=self.device)
+        return self._distances[-width:] <= lengths

@@ -500,7 +500,7 @@ class SlotRun(EngineRollout):
         longest = int(self.stored.max())
         self.cache.begin(longest, rows=len(tokens), to_come=self.to_come)
         self.cache.open_window(len(tokens), longest)
-        self.hidden = self.decode.feed(*self.upload(np.stack((tokens, self.stored))))
+        self.hidden = self.decode.feed(*self.upload(np.stack((tokens, self.stored))).unbind())
         self.stored = self.stored + 1
         self.cache.column += 1
 
