@@ -23,10 +23,11 @@ COMMANDS = {
     "bench_replay": ["bench_replay.py", "--quick"],
     "bench_write_path": ["bench_write_path.py", "--quick"],
     "bench_memory": ["bench_memory.py", "--quick"],
+    "fit_layout_costs": ["fit_layout_costs.py", "--of", str(HERE / "results" / "gpu_check_h200.json")],
     "bench_learner_h200": ["bench_learner_h200.py", "--tiny", "--sections", "grpo"],
 }
 
-SHORT = ("bench_replay", "bench_learner_h200")
+SHORT = ("bench_replay", "fit_layout_costs", "bench_learner_h200")
 """The rest runs at night."""
 
 

@@ -4,7 +4,8 @@
 * `packed`: rows laid end to end without padding, attention cut into segments.
 * `prefix_shared`: packed, and a common prefix of rows, such as a group's prompt, computed once; gradients flow through
   the shared tokens.
-* `auto`: `prefix_shared` where that costs less than padding and the model allows it, otherwise `padded`.
+* `auto`: `prefix_shared` where that costs less than padding (`layout_costs`) and the model allows it, otherwise
+  `padded`.
 
 A layout changes cost, never the result: log-probs and gradients agree to rounding.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -25,12 +27,12 @@ from rlhf_pipeline.functional.head import Head, token_log_probs
 from rlhf_pipeline.policies._packed_attention import (
     ARGUMENT,
     PackedUnsupported,
-    one_kernel_for_segments,
 )
 from rlhf_pipeline.policies._packing import MIN_SHARED_TOKENS, Packing, pack
 from rlhf_pipeline.policies._scoring import HostBatch, ScoringRows, host_batch, predicting_rows, whole_rows
 from rlhf_pipeline.policies.attention import packed_rows_running
 from rlhf_pipeline.policies.attention_name import implementation_of
+from rlhf_pipeline.policies.layout_costs import costs_on, sharing_pays
 from rlhf_pipeline.policies.model_parts import ModelParts, rounding
 
 __all__ = ["LAYOUTS", "Layout", "LayoutScorer", "MicroBatches", "check_layout", "plan_batches", "plan_micro_batches"]
@@ -39,13 +41,6 @@ Layout = Literal["auto", "padded", "packed", "prefix_shared"]
 LAYOUTS: Final[tuple[Layout, ...]] = get_args(Layout)
 TokenRows = tuple[Tensor, Tensor, Tensor | None]
 """Token ids, attention mask and score mask of a batch, each `[B, T]`; see `TokenPolicy.log_probs`."""
-
-SEGMENT_COST = 800
-"""The cost of a segment where each is its own attention call, in positions times the width of the model.
-
-Measured forward and backward on one core, 4 layers: a segment costs 110 us a layer at any width, a position 9 us at a
-width of 64 and 75 us at 256.
-"""
 
 _CHECKED_ROWS = 3
 _CHECKED_TOKENS = 256
@@ -121,24 +116,6 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
     return plan
 
 
-def sharing_pays(*, padded: int, packed: int, segments: int, weight: Tensor) -> bool:
-    """Return whether rows without padding cost less than padded rows.
-
-    Args:
-        padded: positions of the padded rows.
-        packed: positions without padding, common prefixes counted once.
-        segments: stretches of the packed axis.
-        weight: of the model's head `[V, H]`, for its width, dtype and device.
-
-    >>> weight = torch.zeros(10, 64)
-    >>> [sharing_pays(padded=3000, packed=900, segments=n, weight=weight) for n in (100, 300)]
-    [True, False]
-    """
-    if weight.is_cuda and one_kernel_for_segments(weight):
-        return packed < padded
-    return (padded - packed) * int(weight.shape[1]) > SEGMENT_COST * segments
-
-
 class MicroBatches(NamedTuple):
     """What `plan_micro_batches` returns.
 
@@ -183,15 +160,16 @@ def plan_micro_batches(
     if layout == "auto":
         if weight is None:
             raise DefinitionError("layout 'auto' needs the head's weight; or name a layout.")
+        pays = partial(sharing_pays, costs_on(weight), width=int(weight.shape[1]))
         padded = plan_micro_batches("padded", lengths, token_budget)
-        if not sharing_pays(padded=sum(padded.positions), packed=0, segments=len(sizes), weight=weight):
+        if not pays(padded=sum(padded.positions), packed=0, segments=len(sizes)):
             return padded
         shared = plan_micro_batches(
             "prefix_shared", lengths, token_budget, prompt_lengths=prompt_lengths, group_ids=group_ids
         )
         segments = len(sizes) + len(np.unique(np.asarray(group_ids)))
-        costs = {"padded": sum(padded.positions), "packed": sum(shared.positions)}
-        return shared if sharing_pays(**costs, segments=segments, weight=weight) else padded
+        pays_here = pays(padded=sum(padded.positions), packed=sum(shared.positions), segments=segments)
+        return shared if pays_here else padded
     if layout == "padded":
         rows = plan_batches(torch.from_numpy(sizes), token_budget)
         return MicroBatches(rows, [len(batch) * int(sizes[batch.numpy()].max()) for batch in rows])
@@ -375,7 +353,8 @@ class LayoutScorer:
         if self.planned(parts) == "padded":
             return together
         weight, auto = parts.head.weight, self.in_use == "auto"
-        if auto and not sharing_pays(padded=padded, packed=0, segments=len(batch.ids), weight=weight):
+        pays = partial(sharing_pays, costs_on(weight), width=int(weight.shape[1]), padded=padded)
+        if auto and not pays(packed=0, segments=len(batch.ids)):
             return together  # too short for a segment each to pay, whatever they share
         packing = pack(batch, share_prefix=self.in_use != "packed")
         if not packing.rows:
@@ -386,7 +365,7 @@ class LayoutScorer:
                 f"layout {self.layout!r} does not fit this model: its attention has a window of {window} and a row has "
                 f"{segments.longest} tokens. Such rows are padded instead."
             )
-        elif not auto or sharing_pays(padded=padded, packed=packed, segments=len(segments.starts), weight=weight):
+        elif not auto or pays(packed=packed, segments=len(segments.starts)):
             return Arrangement(packing, [], packed)
         # Padded in parts of similar length, because the batch was planned for another layout.
         sizes = lengths.clip(1)

@@ -1,0 +1,58 @@
+"""The choice of a layout by what it costs on a kind of device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_pipeline.policies import layout_costs
+from rlhf_pipeline.policies.layout_costs import BY_SEGMENT, IN_ONE_KERNEL, MEASURED, LayoutCosts, costs_on, sharing_pays
+from rlhf_pipeline.policies.packed import plan_micro_batches
+
+HEAD = torch.zeros(10, 64)
+
+
+@pytest.mark.parametrize(
+    ("costs", "packed", "segments", "pays"),
+    [
+        (BY_SEGMENT, 900, 167, True),
+        (BY_SEGMENT, 900, 168, False),  # 2,100 positions saved at a width of 64, and 168 segments of 800
+        (IN_ONE_KERNEL, 2999, 10_000, True),
+        (IN_ONE_KERNEL, 3000, 1, False),
+        (MEASURED["NVIDIA H200"], 3000, 1, True),
+        (MEASURED["NVIDIA H200"], 3750, 1, False),
+        (LayoutCosts(position=2.0, segment=0.0), 1499, 1, True),
+        (LayoutCosts(position=2.0, segment=0.0), 1500, 1, False),
+    ],
+)
+def test_sharing_pays_where_it_costs_less(costs, packed, segments, pays):
+    """Of 3,000 padded positions, by hand."""
+    assert sharing_pays(costs, width=64, padded=3000, packed=packed, segments=segments) is pays
+
+
+def test_a_device_without_an_entry_has_the_rule_of_its_kernel(monkeypatch):
+    """The name of the device chooses among entries only where one kernel takes all segments."""
+    assert costs_on(HEAD) == BY_SEGMENT
+    weight = HEAD.as_subclass(OnCuda)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert costs_on(weight) == BY_SEGMENT  # float32: no such kernel
+    monkeypatch.setattr(layout_costs, "one_kernel_for_segments", lambda weight: True)
+    assert costs_on(weight) == MEASURED["NVIDIA H200"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    assert costs_on(weight) == IN_ONE_KERNEL
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that reports that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_plan_follows_the_table(monkeypatch):
+    """Rows of 40 and 25 tokens are 80 padded positions or 65 packed ones: each where it costs less."""
+    arguments = {"prompt_lengths": [2, 2], "group_ids": [0, 1], "weight": HEAD}
+    chosen: list[list[int]] = []
+    for costs in (IN_ONE_KERNEL, LayoutCosts(position=1.5, segment=0.0)):
+        monkeypatch.setattr("rlhf_pipeline.policies.packed.costs_on", lambda weight, costs=costs: costs)
+        chosen.append(plan_micro_batches("auto", [40, 25], 400, **arguments).positions)
+    assert chosen == [[65], [80]]
