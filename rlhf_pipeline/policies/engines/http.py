@@ -106,7 +106,7 @@ class HTTPEngine:
         self._given: tuple[Path, int] | None = None
         self._paused = False
         self._lock = threading.RLock()
-        self._calls: set[_Call] = set()
+        self._calls: set[_ServerCall] = set()
 
     def generate(
         self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
@@ -139,9 +139,9 @@ class HTTPEngine:
         return min((limit for limit in limits if limit is not None), default=None)
 
     @contextlib.contextmanager
-    def _call(self, request: Request, refresh: WeightRefresh | None) -> Iterator[_Call]:
+    def _call(self, request: Request, refresh: WeightRefresh | None) -> Iterator[_ServerCall]:
         """Begin a call, which `abort` ends; what it still waits for at the end of the block is dropped."""
-        call = _Call(self, request.deadline_s, refresh, versioned=self.version is not None)
+        call = _ServerCall(self, request.deadline_s, refresh, versioned=self.version is not None)
         with self._lock:
             self._calls.add(call)
         try:
@@ -342,7 +342,7 @@ class HTTPEngine:
             return reply.status, raw.decode(errors="replace")
 
 
-class _Call:
+class _ServerCall:
     """One call of `generate` or `converse`: its requests are sent in parallel, each until its reply is complete.
 
     `versioned` tells whether the server's weights had a version when the call began.

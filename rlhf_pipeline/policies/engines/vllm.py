@@ -146,9 +146,9 @@ class VLLMEngine:
         return self.version is not None and all(len(row.versions) == len(row.tokens) for row in rows)
 
     @contextmanager
-    def _call(self, deadline_s: float | None) -> Iterator[_Call]:
+    def _call(self, deadline_s: float | None) -> Iterator[_EngineCall]:
         """Begin a call; also after an error, no request of it continues in the next one."""
-        call = _Call(self, deadline_s)
+        call = _EngineCall(self, deadline_s)
         try:
             yield call
         finally:
@@ -191,7 +191,7 @@ class VLLMEngine:
         self.llm = None
 
 
-class _Call:
+class _EngineCall:
     """The requests of one call, which take their steps together."""
 
     def __init__(self, owner: VLLMEngine, deadline_s: float | None) -> None:
