@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.peer, pytest.mark.nightly]
+pytestmark = [pytest.mark.peer, pytest.mark.nightly, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -95,6 +95,6 @@ def test_the_peer_accepts_the_adapter(tmp_path: Path, name: str):
     (tmp_path / "work").mkdir()
     program = ROOT / "tests" / "peers" / "loaders" / f"in_{name}.py"
     command = [python, "-u", "-W", "ignore", str(program), str(tmp_path / "work")]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.strip().endswith("all accepted")

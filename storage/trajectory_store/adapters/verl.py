@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from trajectory_store import extras
-from trajectory_store.adapters import episode_outcomes, recorder_here, reward_part, store_here
+from trajectory_store.adapters import recorder_here, store_here
+from trajectory_store.adapters.rewards import episode_outcomes, reward_part
 from trajectory_store.errors import BatchError, SchemaError
 from trajectory_store.recorder import TrajectoryRecorder, learnable_rows
 from trajectory_store.recorder.standard import EPISODE
