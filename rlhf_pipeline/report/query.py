@@ -499,7 +499,7 @@ class View:
         oldest = None if versions is None else int(versions.min())
         return {
             "group": group,
-            "num": len(members),
+            "num": int(stored_last_rows(self.stored.store, members).sum()),
             "num_failed": int(self._lacks_reward(members).sum()),
             "reward_mean": _mean(rewards[np.isfinite(rewards)].tolist()),
             # The write path's verdict: by the returns, and by the estimator's own rule.

@@ -93,7 +93,9 @@ def test_reports_do_not_call_rows_failed(finished):
     """`stats`, `group` and `verify` know that only the last row of an episode has a reward."""
     with contextlib.closing(View(finished)) as view:
         stats, group = view.stats(), view.group(0)
-        assert (stats["no_reward"], stats["group_sizes"], group["num_failed"]) == (0, {3: 6}, 0)
+        assert (stats["no_reward"], stats["group_sizes"]) == (0, {3: 6})
+        assert (group["num"], group["num_failed"]) == (3, 0)
+        assert len(group["rows"]) > 3
         assert view.about()["failed"] == 0
     assert not [finding for finding in check_run(RunFolder.open(finished)) if not finding.ok]
 
