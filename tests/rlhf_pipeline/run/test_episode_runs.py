@@ -16,6 +16,7 @@ from rlhf_pipeline.exchange import copy_store
 from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
 from tests.rlhf_pipeline.small import changed
@@ -87,6 +88,12 @@ def test_figures_count_episodes(finished):
         right = evaluated["task_reward"][ends & at] >= 1.0
         assert line["evaluation/pass@1"] == pytest.approx(right.mean())
         assert line["evaluation/failed"] == 0
+
+
+def test_a_step_is_taken_again_with_the_same_bits(finished):
+    """The learner chooses the same rows of the same episodes, and computes the recorded loss."""
+    taken = list(rerun(definition(), plan_rerun(finished, from_step=2), seed=0, device="cpu"))
+    assert [step.same_bits and step.ok for step in taken] == [True]
 
 
 def test_reports_do_not_call_rows_failed(finished):
