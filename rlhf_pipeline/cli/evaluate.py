@@ -68,11 +68,11 @@ def execute(args: argparse.Namespace) -> int:
     run, pipeline, where = _asked(args)
     view = view_of_stdout()
 
-    told: list[EvaluationDone] = []
+    evaluations: list[EvaluationDone] = []
 
     def hear(event: Event) -> None:
         if isinstance(event, EvaluationDone):
-            told.append(event)
+            evaluations.append(event)
         elif not args.json:
             view(event)
 
@@ -81,15 +81,18 @@ def execute(args: argparse.Namespace) -> int:
 
     figures, step, sets = evaluate_once(pipeline, on_event=hear, **where), where["step"], pipeline.evaluations
     folder = RunFolder(where["run_dir"])
-    stores = {name: evaluation_store(folder, pipeline, one, name) for name, one in sets.items()}
+    stores = {name: evaluation_store(folder, pipeline, settings, name) for name, settings in sets.items()}
     if args.json:
-        named = {name: str(store) for name, store in stores.items()}
-        say_json({"step": step, **({"store": named[""]} if "" in named else {"stores": named}), **figures})
+        store_paths = {name: str(store) for name, store in stores.items()}
+        say_json(
+            {"step": step, **({"store": store_paths[""]} if "" in store_paths else {"stores": store_paths}), **figures}
+        )
         return 0
     what = args.path if run is None else f"{args.path}, step {step}"
-    for event in told:
-        one = sets[event.name]
-        each = f"{count(one.group_size, 'completion')} per prompt at temperature {one.temperature:g}"
+    for event in evaluations:
+        settings_of_set = sets[event.name]
+        per_prompt = count(settings_of_set.group_size, "completion")
+        each = f"{per_prompt} per prompt at temperature {settings_of_set.temperature:g}"
         name = f", {event.name}" if event.name else ""
         say(f"{what}{name}: {evaluation_words(event.figures)}\n  {each}\nstored: {stores[event.name]}")
     say("next:")
@@ -114,11 +117,11 @@ def _asked(args: argparse.Namespace) -> Asked:
     is_model = isinstance(address, Path) and is_model_at(address)
     if not is_model and not is_run(address):
         raise not_found(address, "run or model folder")
-    asked = _of_model(args) if is_model else _of_run(args, address)
-    check_device(asked[2]["device"])
-    for name in asked[1].evaluations:
-        check_evaluation(asked[1], name, apart=not is_model)
-    return asked
+    request = _of_model(args) if is_model else _of_run(args, address)
+    check_device(request[2]["device"])
+    for name in request[1].evaluations:
+        check_evaluation(request[1], name, apart=not is_model)
+    return request
 
 
 def _of_model(args: argparse.Namespace) -> Asked:
@@ -156,13 +159,15 @@ def _of_run(args: argparse.Namespace, address: Address) -> Asked:
         raise DefinitionError("--out takes the rows of a model; those of a run are stored in its own folder.")
     run = RunFolder.open(address)
     definition = definition_of(run, args.definition, trust=args.trust)
-    own = definition.pipeline((*with_kept_inputs(run, run.config.overrides), *args.overrides))
+    recorded = definition.pipeline((*with_kept_inputs(run, run.config.overrides), *args.overrides))
     before = run.config.pipeline
-    other = [change for change in changes({"policy": before.get("policy")}, own) if change.field[:7] == "policy."]
-    if wrong := [str(change) for change in other if change.field != "policy.path"]:
+    policy_changes = [
+        change for change in changes({"policy": before.get("policy")}, recorded) if change.field[:7] == "policy."
+    ]
+    if wrong := [str(change) for change in policy_changes if change.field != "policy.path"]:
         raise RunMismatchError(f"{address} was started with another model: {'; '.join(wrong)}. Use the recorded one.")
-    pipeline = _evaluated(own, args)
-    step = _best_step(run, own) if args.best else args.step
+    pipeline = _evaluated(recorded, args)
+    step = _best_step(run, recorded) if args.best else args.step
     checkpoint = checkpoint_of(run, step, form="--step {step}")
     where = {"run_dir": address, "checkpoint": checkpoint, "step": step_of(checkpoint)}
     return run, pipeline, {**where, "seed": run.config.seed, "device": args.device or run.config.device}
@@ -174,27 +179,27 @@ def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
     from rlhf_pipeline.data.prompts import Prompts
 
     names = ("num_prompts", "group_size", "temperature")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    given["best"] = None  # chooses among the steps of a run; it may need a larger group than this one
+    settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    settings["best"] = None  # chooses among the steps of a run; it may need a larger group than this one
     sets = pipeline.evaluations
     if args.prompts is not None:
         first = next(iter(sets.values()), None)
-        own = (pipeline.prompts if first is None else first.prompts, pipeline.prompts)
-        like = next((source for source in own if isinstance(source, Prompts)), None)
-        given["prompts"] = (
+        sources = (pipeline.prompts if first is None else first.prompts, pipeline.prompts)
+        like = next((source for source in sources if isinstance(source, Prompts)), None)
+        settings["prompts"] = (
             Prompts(path=args.prompts) if like is None else replace(like, path=args.prompts, rows=None, limit=None)
         )
     if args.prompts is not None and len(sets) > 1:  # others than those of any set
-        return replace(pipeline, evaluate=replace(sets[next(iter(sets))], **given))
+        return replace(pipeline, evaluate=replace(sets[next(iter(sets))], **settings))
     if isinstance(pipeline.evaluate, dict):
-        return replace(pipeline, evaluate={name: replace(one, **given) for name, one in sets.items()})
+        return replace(pipeline, evaluate={name: replace(evaluation, **settings) for name, evaluation in sets.items()})
     if pipeline.evaluate is not None:
-        return replace(pipeline, evaluate=replace(pipeline.evaluate, **given))
+        return replace(pipeline, evaluate=replace(pipeline.evaluate, **settings))
     if args.prompts is None:
         raise DefinitionError(
             "the definition has no evaluate=Evaluate(...), so say which prompts to evaluate on: --prompts FILE"
         )
-    return replace(pipeline, evaluate=Evaluate(**given))
+    return replace(pipeline, evaluate=Evaluate(**settings))
 
 
 def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
@@ -213,16 +218,16 @@ def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
     path = evaluation_store(run, pipeline, sets[name], name)
     if not is_store(path):
         raise MissingPathError(f"{run.address} has no evaluations yet at {path}. Leave --best out, or name a --step.")
-    kept = {step_of(checkpoint) for checkpoint in run.saved()}
+    saved_steps = {step_of(checkpoint) for checkpoint in run.saved()}
     with TrajectoryStore.open(path, mode="r") as store:
-        found = [
-            (-mean, one["step"])
-            for one in stored_evaluations(store, sets[name])
-            if (mean := figure_for_best(one, sets[name].best)) is not None and one["step"] in kept
+        candidates = [
+            (-mean, figures["step"])
+            for figures in stored_evaluations(store, sets[name])
+            if (mean := figure_for_best(figures, sets[name].best)) is not None and figures["step"] in saved_steps
         ]
-    if not found:
+    if not candidates:
         raise MissingPathError(f"none of the evaluated steps of {run.address} has a checkpoint. Leave --best out.")
-    return min(found)[1]
+    return min(candidates)[1]
 
 
 def _next_commands(path: str, run: RunFolder | None, step: int, store: Address) -> Iterator[tuple[str, str]]:
@@ -231,8 +236,10 @@ def _next_commands(path: str, run: RunFolder | None, step: int, store: Address) 
 
     yield f"rlhf-pipeline view {typed(store)}", "the completions, in a browser"
     yield f"rlhf-pipeline stats {typed(store)} --filter 'version=={step}'", "their rewards and lengths"
-    if other := [kept for kept in map(step_of, run.saved() if run is not None else ()) if kept != step]:
-        yield f"rlhf-pipeline evaluate {typed(path)} --step {other[-1]}", "another checkpoint that is kept"
+    if alternatives := [
+        saved_step for saved_step in map(step_of, run.saved() if run is not None else ()) if saved_step != step
+    ]:
+        yield f"rlhf-pipeline evaluate {typed(path)} --step {alternatives[-1]}", "another checkpoint that is kept"
 
 
 def _temperature(text: str) -> float:

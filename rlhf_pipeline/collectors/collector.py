@@ -480,7 +480,7 @@ class Collector:
 
     def _dynamic_figures(self, rollout: int, cursors: np.ndarray, rewards: np.ndarray) -> Figures:
         wanted, most = self.config.prompts_per_rollout, self.config.dynamic
-        return dynamic_figures(cursors - rollout * wanted * most, rewards, wanted=wanted, most_rounds=most)
+        return dynamic_figures(cursors - rollout * wanted * most, rewards, num_groups=wanted, most_rounds=most)
 
     def _completed(
         self,

@@ -54,8 +54,8 @@ class FollowedMix:
         """Return prompt number `cursor`: the next one of the source whose turn it is by the interval's weights."""
         interval, place = divmod(cursor, self._size)
         weights, before = self._interval(interval)
-        source, given = turn(weights, place)
-        return prompt_at(self.mix.sources[source], before[source] + given[source], seed)
+        source, drawn = turn(weights, place)
+        return prompt_at(self.mix.sources[source], before[source] + drawn[source], seed)
 
     def weights(self, rollout: int) -> list[float]:
         """Return the weights that a rollout's prompts are taken by, one per source."""
@@ -64,15 +64,15 @@ class FollowedMix:
     def _interval(self, number: int) -> tuple[tuple[float, ...], list[int]]:
         while len(self._intervals) <= number:
             weights, before = self._intervals[-1]
-            given = turn(weights, self._size)[1]
+            drawn = turn(weights, self._size)[1]
             sources = np.array([turn(weights, place)[0] for place in range(self._size)])
-            found = self._success((len(self._intervals) - 1) * self._size)
-            rates = [found[(sources == source) & np.isfinite(found)] for source in range(len(given))]
+            success = self._success((len(self._intervals) - 1) * self._size)
+            rates = [success[(sources == source) & np.isfinite(success)] for source in range(len(drawn))]
             following = tuple(
                 base if not len(of_one) else self._curriculum.weight(base, of_one.tolist())
                 for base, of_one in zip(self.mix.base_weights, rates, strict=True)
             )
-            self._intervals.append((following, [old + new for old, new in zip(before, given, strict=True)]))
+            self._intervals.append((following, [old + new for old, new in zip(before, drawn, strict=True)]))
         return self._intervals[number]
 
     def _success(self, first: int) -> np.ndarray:
@@ -82,8 +82,8 @@ class FollowedMix:
         rewards, by = self._store.read_scalars("task_reward", rows), self._curriculum.by
         graded, groups = np.isfinite(rewards), self._store.read_scalars("group_id", rows) - first
         if by is not None:
-            known = reward_column(by) in self._store.schema
-            rewards = self._store.read_scalars(reward_column(by), rows) if known else np.full(len(rows), np.nan)
+            has_column = reward_column(by) in self._store.schema
+            rewards = self._store.read_scalars(reward_column(by), rows) if has_column else np.full(len(rows), np.nan)
         right = np.bincount(groups, graded & (rewards >= self._curriculum.success_at), minlength=self._size)
         counts = np.bincount(groups, graded, minlength=self._size)
         return np.divide(right, counts, out=np.full(self._size, np.nan), where=counts > 0)

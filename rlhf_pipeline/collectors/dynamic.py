@@ -54,31 +54,31 @@ class Round:
 def as_one(rounds: Sequence[Round]) -> Round:
     """Return several rounds as one."""
     return Round(
-        prompts=[prompt for one in rounds for prompt in one.prompts],
-        cursors=np.concatenate([one.cursors for one in rounds]),
-        rows=joined([one.rows for one in rounds]),
-        grades=[grade for one in rounds for grade in one.grades],
-        steered=np.concatenate([one.steered for one in rounds]),
+        prompts=[prompt for part in rounds for prompt in part.prompts],
+        cursors=np.concatenate([part.cursors for part in rounds]),
+        rows=joined([part.rows for part in rounds]),
+        grades=[grade for part in rounds for grade in part.grades],
+        steered=np.concatenate([part.steered for part in rounds]),
     )
 
 
-def kept_groups(spread: Ints, num_sampled: int, wanted: int) -> Ints:
+def kept_groups(spread: Ints, num_sampled: int, num_groups: int) -> Ints:
     """Return the groups to store, ascending, int64 `[wanted]`: the first with spread, then the first without.
 
     Args:
         spread: int64 [k], the groups with spread, ascending.
-        num_sampled: of groups 0, 1, 2, ..., at least `wanted`.
-        wanted: the groups of a rollout.
+        num_sampled: of groups 0, 1, 2, ..., at least `num_groups`.
+        num_groups: the groups of a rollout.
 
     >>> kept_groups(np.array([1, 4, 5]), 6, 2).tolist(), kept_groups(np.array([4]), 6, 2).tolist()
     ([1, 4], [0, 4])
     """
-    rest = np.setdiff1d(np.arange(num_sampled), spread)[: max(wanted - len(spread), 0)]
-    return np.sort(np.concatenate([spread[:wanted], rest]))
+    rest = np.setdiff1d(np.arange(num_sampled), spread)[: max(num_groups - len(spread), 0)]
+    return np.sort(np.concatenate([spread[:num_groups], rest]))
 
 
 def dynamic_figures(
-    offsets: npt.NDArray[np.int64], rewards: npt.NDArray[np.floating], *, wanted: int, most_rounds: int
+    offsets: npt.NDArray[np.int64], rewards: npt.NDArray[np.floating], *, num_groups: int, most_rounds: int
 ) -> Figures:
     """Return the figures of a rollout's dynamic sampling, which the stored groups alone determine.
 
@@ -88,7 +88,7 @@ def dynamic_figures(
     Args:
         offsets: int64 [n], for each stored trajectory, how many groups of the rollout were sampled before its own.
         rewards: [n], theirs.
-        wanted: the groups of a rollout, and of each round.
+        num_groups: the groups of a rollout, and of each round.
         most_rounds: the most rounds.
 
     >>> dynamic_figures(np.array([1, 1, 4, 4]), np.array([0.0, 1.0, 0.0, 1.0]), wanted=2, most_rounds=4)
@@ -96,6 +96,6 @@ def dynamic_figures(
     >>> dynamic_figures(np.array([0, 0, 4, 4]), np.array([0.0, 0.0, 0.0, 1.0]), wanted=2, most_rounds=4)
     {'rounds': 4, 'dropped_groups': 0.75}
     """
-    full = len(spread_groups(rewards, offsets)) == wanted
-    looked_at = int(offsets.max()) + 1 if full else wanted * most_rounds
-    return {"rounds": -(-looked_at // wanted), "dropped_groups": 1.0 - wanted / looked_at}
+    full = len(spread_groups(rewards, offsets)) == num_groups
+    looked_at = int(offsets.max()) + 1 if full else num_groups * most_rounds
+    return {"rounds": -(-looked_at // num_groups), "dropped_groups": 1.0 - num_groups / looked_at}

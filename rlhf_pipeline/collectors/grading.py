@@ -136,10 +136,10 @@ class Grader:
         for place in range(len(sampled)):
             members.setdefault(0 if groups is None else int(groups[place]), []).append(place)
         if not beside and not any(form.batched or form.is_async for form in self.forms):
-            return [_combined(self, [_first(_run_here(form, (one,))) for form in self.forms]) for one in sampled]
+            return [_combined(self, [_first(_run_here(form, (sample,))) for form in self.forms]) for sample in sampled]
         with Grading(self, None) as grading:
-            for place, one in enumerate(sampled):
-                grading.add(place, one, ended=True)
+            for place, sample in enumerate(sampled):
+                grading.add(place, sample, ended=True)
             grading.complete(list(members.values()))
             return grading.results()
 
@@ -151,8 +151,8 @@ def _checked(graded: _Graded, returned: Any) -> list[Result] | BaseException:
         return error
 
 
-def _read(form: Form, group: Sequence[Sampled], given: Any) -> list[Result]:
-    return results_of(given, len(group)) if form.batched else [result_of(given)]
+def _read(form: Form, group: Sequence[Sampled], returned: Any) -> list[Result]:
+    return results_of(returned, len(group)) if form.batched else [result_of(returned)]
 
 
 def _run_here(form: Form, group: Sequence[Sampled]) -> list[Result] | BaseException:
@@ -193,13 +193,13 @@ class Grading:
         """Give up the calls that have not ended."""
         self._is_over = True
         if self._open:
-            process_runtime().give_up([one.call for one in self._calls.values() if one.call is not None])
+            process_runtime().give_up([entry.call for entry in self._calls.values() if entry.call is not None])
 
-    def add(self, place: int, one: Sampled, *, ended: bool = False) -> None:
+    def add(self, place: int, sample: Sampled, *, ended: bool = False) -> None:
         """Take a completion; its calls begin at once, as far as they can."""
         if place in self._sampled and not ended:
             return
-        self._sampled[place] = one
+        self._sampled[place] = sample
         for number, form in enumerate(self._grader.forms):
             if form.takes("finish_reason") and not ended:
                 continue
@@ -352,28 +352,28 @@ def _combined(grader: Grader, outcomes: Sequence[Result | BaseException | None])
     """Return the grade of one completion from what each reward function gave."""
     values, parts = list[float](), dict[str, Mapping[str, float]]()
     error, kind, by, applies = None, "", "", False
-    for reward, found in zip(grader.rewards, outcomes, strict=True):
-        if isinstance(found, LeftOut) and not grader.leaves_out:
+    for reward, outcome in zip(grader.rewards, outcomes, strict=True):
+        if isinstance(outcome, LeftOut) and not grader.leaves_out:
             values.append(math.nan)
             applies = True
             continue
-        if not isinstance(found, Result):
-            assert found is not None
+        if not isinstance(outcome, Result):
+            assert outcome is not None
             values.append(math.nan)
             if not kind:
-                error, kind, by = describe_error(found), _kind_of(found), reward.label
+                error, kind, by = describe_error(outcome), _kind_of(outcome), reward.label
             continue
-        values.append(math.nan if found.value is None else found.value)
-        if found.parts:
-            parts[reward.label] = found.parts
+        values.append(math.nan if outcome.value is None else outcome.value)
+        if outcome.parts:
+            parts[reward.label] = outcome.parts
     total = weighted_sum(grader.rewards, [None if math.isnan(value) else value for value in values])
     if not kind and total is None and not applies:
         error, kind = "no reward: every function returned None", NOT_APPLICABLE
     total = total or 0.0
     if not kind and not abs(total) <= LARGEST:
         error, kind = f"the reward is {total}; it must be a finite float32", GRADER_ERROR
-    given = math.nan if kind else total
-    return Grade(reward=given, error=error, kind=kind, values=tuple(values), by=by, parts=parts)
+    combined = math.nan if kind else total
+    return Grade(reward=combined, error=error, kind=kind, values=tuple(values), by=by, parts=parts)
 
 
 def part_values(
@@ -389,7 +389,7 @@ def part_values(
         grades: [n].
         of_environment: names of the environment's rewards that earlier conversations were given.
     """
-    by_label = {one.label: one for one in rewards}
+    by_label = {reward.label: reward for reward in rewards}
     each = [
         {
             name: value
@@ -399,14 +399,16 @@ def part_values(
         }
         for grade in grades
     ]
-    known = set(of_environment)
+    part_names = set(of_environment)
     for label in {label for grade in grades for label in grade.parts if by_label[label].function is environment_reward}:
-        given = {part for grade in grades for part in grade.parts.get(label, ())}
-        known |= {name for part in given if (name := part_name(rewards, by_label[label], part)) is not None}
-    names = sorted(known.union(*each))
-    absent = [dict.fromkeys(known, 0.0) if math.isfinite(grade.reward) else {} for grade in grades]
+        returned_parts = {part for grade in grades for part in grade.parts.get(label, ())}
+        part_names |= {
+            name for part in returned_parts if (name := part_name(rewards, by_label[label], part)) is not None
+        }
+    names = sorted(part_names.union(*each))
+    absent = [dict.fromkeys(part_names, 0.0) if math.isfinite(grade.reward) else {} for grade in grades]
     return {
-        name: [parts.get(name, other.get(name, math.nan)) for parts, other in zip(each, absent, strict=True)]
+        name: [parts.get(name, defaults.get(name, math.nan)) for parts, defaults in zip(each, absent, strict=True)]
         for name in names
     }
 
@@ -440,7 +442,7 @@ def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None
             "rollout was not stored; it will be sampled again, token for token. Fix the environment, then type the "
             "same command with --resume."
         )
-    reward = next((one for one in rewards if one.label == broken[0].by), rewards[0])
+    reward = next((reward for reward in rewards if reward.label == broken[0].by), rewards[0])
     name = getattr(reward.function, "__qualname__", reward.label)
     raise RewardError(
         f"all {len(broken)} calls of the reward function {name} failed; the first with {broken[0].error}. "

@@ -29,11 +29,11 @@ def spread_groups(rewards: npt.NDArray[np.floating], groups: npt.NDArray[np.int6
     >>> spread_groups(np.array([0.0, 1.0, 1.0, 1.0, 0.0, np.nan]), np.array([7, 7, 8, 8, 9, 9])).tolist()
     [7]
     """
-    known = np.isfinite(rewards)
-    numbers, place = np.unique(groups[known], return_inverse=True)
+    finite = np.isfinite(rewards)
+    numbers, place = np.unique(groups[finite], return_inverse=True)
     low, high = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
-    np.minimum.at(low, place, rewards[known])
-    np.maximum.at(high, place, rewards[known])
+    np.minimum.at(low, place, rewards[finite])
+    np.maximum.at(high, place, rewards[finite])
     return numbers[high - low > FLOAT32_RESOLUTION * np.maximum(np.abs(high), np.abs(low))]
 
 
@@ -67,28 +67,30 @@ def rollout_figures(
     >>> found["completion_length"], found["cut_off"], found["reward_std_in_group"], found["flat_groups"]
     (4.0, 0.25, 0.25, 0.5)
     """
-    found: Figures = {
+    figures: Figures = {
         "completion_length": float(lengths.mean()) if len(lengths) else None,
         "completion_length_max": int(lengths.max()) if len(lengths) else None,
         "cut_off": float(cut_off.mean()) if len(cut_off) else None,
     }
     if turns is not None:
-        found["turns"] = float(turns.mean()) if len(turns) else None
-    known = np.isfinite(rewards)
-    of_groups = [rewards[known & (groups == group)].astype(np.float64) for group in np.unique(groups[known])]
-    found["reward_std_in_group"] = float(np.mean([one.std() for one in of_groups])) if of_groups else None
+        figures["turns"] = float(turns.mean()) if len(turns) else None
+    finite = np.isfinite(rewards)
+    of_groups = [rewards[finite & (groups == group)].astype(np.float64) for group in np.unique(groups[finite])]
+    figures["reward_std_in_group"] = (
+        float(np.mean([group_rewards.std() for group_rewards in of_groups])) if of_groups else None
+    )
     spread = len(spread_groups(rewards, groups))
-    found["flat_groups"] = (len(of_groups) - spread) / len(of_groups) if of_groups else None
+    figures["flat_groups"] = (len(of_groups) - spread) / len(of_groups) if of_groups else None
     broken = np.isin(np.asarray(kinds, dtype=str), list(BROKEN))
     for name, of_one in values.items():
         applies = np.isfinite(of_one)
         if name in parts:
-            found |= {f"reward/{name}": float(of_one[applies].mean(dtype=np.float64))} if applies.any() else {}
+            figures |= {f"reward/{name}": float(of_one[applies].mean(dtype=np.float64))} if applies.any() else {}
             continue
-        found[f"reward/{name}"] = float(of_one[applies].mean(dtype=np.float64)) if applies.any() else None
-        found[f"reward_failed/{name}"] = int((broken & ~applies).sum())
-    found |= {f"failed/{kind}": number for kind, number in sorted(Counter(kinds).items()) if kind}
-    return found
+        figures[f"reward/{name}"] = float(of_one[applies].mean(dtype=np.float64)) if applies.any() else None
+        figures[f"reward_failed/{name}"] = int((broken & ~applies).sum())
+    figures |= {f"failed/{kind}": number for kind, number in sorted(Counter(kinds).items()) if kind}
+    return figures
 
 
 def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: Sequence[str]) -> Figures:
@@ -115,4 +117,4 @@ def stored_figures(store: TrajectoryStore, rows: npt.NDArray[np.int64], names: S
 def _turns(store: TrajectoryStore, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return how many turns of the policy each stored conversation has, int64 [n]."""
     spans = store.read(rows, ["turn_spans"])["turn_spans"]
-    return np.array([int((np.asarray(one)[:, 1] == POLICY_ROLE).sum()) for one in spans], np.int64)
+    return np.array([int((np.asarray(row_spans)[:, 1] == POLICY_ROLE).sum()) for row_spans in spans], np.int64)

@@ -39,14 +39,14 @@ class SourceRewards:
         return cls(prompts, make, seed) if max(len(sources), len(makers)) > 1 else None
 
     def figures(
-        self, cursors: npt.NDArray[np.int64], rewards: npt.NDArray[np.floating], known: Mapping[str, object]
+        self, cursors: npt.NDArray[np.int64], rewards: npt.NDArray[np.floating], rollout_figures: Mapping[str, object]
     ) -> dict[str, float | None]:
         """Return `reward/SOURCE` and `reward/ENVIRONMENT`, the means of the graded rows; None where none is graded.
 
         Args:
             cursors: int64 [n], of the rows' prompts.
             rewards: [n]; NaN for a row without one.
-            known: figures of the rollout by name: a source that is called as a reward gets `_source` at its end.
+            rollout_figures: the rollout's figures by name; a source with a reward's name gets the suffix `_source`.
         """
         rows: dict[str, list[float]] = {}
         for cursor in np.unique(cursors).tolist():
@@ -54,8 +54,10 @@ class SourceRewards:
             for label in self._labels_of(cursor):
                 rows.setdefault(label, []).extend(of_prompt)
         means = {label: math.fsum(values) / len(values) if values else None for label, values in rows.items()}
-        named = {label: f"reward/{label}{'_source' if f'reward/{label}' in known else ''}" for label in means}
-        return {named[label]: mean for label, mean in sorted(means.items())}
+        figure_names = {
+            label: f"reward/{label}{'_source' if f'reward/{label}' in rollout_figures else ''}" for label in means
+        }
+        return {figure_names[label]: mean for label, mean in sorted(means.items())}
 
     def _labels_of(self, cursor: int) -> list[str]:
         labels = [] if self._mix is None else [self._labels[self._mix.source_of(cursor)]]

@@ -112,11 +112,11 @@ class Shards:
 
         A result that needs a gradient must be a tensor, or a tuple or list with tensors.
         """
-        found = self._root(call)
+        returned = self._root(call)
         if not torch.is_grad_enabled():
             # There is no backward pass to do it. Left whole, they would be used unchanged after the next step.
             self._root.reshard()  # pyright: ignore[reportCallIssue]
-        return found
+        return returned
 
     def share(self, numbers: Iterable[int]) -> list[int | None]:
         """Return which of these micro-batches this process runs; a micro-batch always belongs to the same process.
@@ -126,42 +126,47 @@ class Shards:
         runs: list[list[int]] = [[] for _ in range(self.world_size)]
         for number in numbers:
             runs[number % self.world_size].append(number)
-        own = runs[self.rank]
-        return [*own, *[None] * (max(map(len, runs)) - len(own))]
+        share = runs[self.rank]
+        return [*share, *[None] * (max(map(len, runs)) - len(share))]
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes, on the host; every process must call this."""
-        found = values.to(group_device())
-        dist.all_reduce(found)
-        return found.cpu()
+        total = values.to(group_device())
+        dist.all_reduce(total)
+        return total.cpu()
 
     def gather(self, outputs: dict[int, GRPOLossOutput], batches: int) -> list[GRPOLossOutput]:
         """Return the outputs of all processes in the order of the micro-batches; without gradient."""
         device, names = group_device(), GRPOLossOutput.field_names()
         table = torch.zeros(batches, len(names), dtype=torch.float64, device=device)
-        known = torch.zeros_like(table)
+        is_present = torch.zeros_like(table)
         for number, output in outputs.items():
             for column, name in enumerate(names):
                 value = getattr(output, name)
                 if value is not None:
-                    table[number, column], known[number, column] = value.detach().double(), 1.0
+                    table[number, column], is_present[number, column] = value.detach().double(), 1.0
         dist.all_reduce(table)
-        dist.all_reduce(known)
+        dist.all_reduce(is_present)
         rows = []
-        for values, flags in zip(table.cpu(), known.cpu(), strict=True):
+        for values, flags in zip(table.cpu(), is_present.cpu(), strict=True):
             fields: dict[str, Any] = {name: v for name, v, flag in zip(names, values, flags, strict=True) if flag}
             rows.append(GRPOLossOutput(**fields))
         return rows
 
-    def exchange(self, found: dict[int, torch.Tensor], wanted: list[int]) -> dict[int, torch.Tensor]:
+    def exchange(self, rows_by_place: dict[int, torch.Tensor], places: list[int]) -> dict[int, torch.Tensor]:
         """Return the float32 vectors of all processes by their numbers; every process must call this."""
-        sizes = torch.tensor([len(found[at]) if at in found else 0 for at in wanted], device=group_device())
+        sizes = torch.tensor(
+            [len(rows_by_place[at]) if at in rows_by_place else 0 for at in places], device=group_device()
+        )
         dist.all_reduce(sizes)
         empty = [torch.zeros(size) for size in sizes.tolist()]
-        rows = [found[at].float().cpu() if at in found else row for at, row in zip(wanted, empty, strict=True)]
+        rows = [
+            rows_by_place[at].float().cpu() if at in rows_by_place else row
+            for at, row in zip(places, empty, strict=True)
+        ]
         flat = torch.cat(rows).to(group_device())
         dist.all_reduce(flat)  # a value and zeros, so nothing is rounded
-        return dict(zip(wanted, flat.cpu().split(sizes.tolist()), strict=True))
+        return dict(zip(places, flat.cpu().split(sizes.tolist()), strict=True))
 
     def write(self, folder: Path, *, policy: TokenPolicy, optimizer: PolicyOptimizer) -> None:
         """Write weights and optimizer in shards; every process must call this. See `write_shards`."""

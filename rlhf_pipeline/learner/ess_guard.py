@@ -53,15 +53,15 @@ class EssVerdict:
     @property
     def message(self) -> str:
         """One sentence per age whose trajectories do not count in full; empty if all do."""
-        said = []
-        for found in self.ages:
-            if found.weight < 1:
-                fate = "they are left out" if found.weight == 0 else f"they count at {found.weight:.2f}"
-                said.append(
-                    f"Age {found.age}: the effective sample size of {found.trajectories} trajectories is "
-                    f"{found.ess:.3f}, {fate}."
+        sentences = []
+        for verdict in self.ages:
+            if verdict.weight < 1:
+                fate = "they are left out" if verdict.weight == 0 else f"they count at {verdict.weight:.2f}"
+                sentences.append(
+                    f"Age {verdict.age}: the effective sample size of {verdict.trajectories} trajectories is "
+                    f"{verdict.ess:.3f}, {fate}."
                 )
-        return " ".join(said)
+        return " ".join(sentences)
 
 
 def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, skip_below: float) -> EssVerdict:
@@ -94,15 +94,17 @@ def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, 
     with torch.no_grad():
         keep = mask & log_ratio.isfinite()
         of_rows = weight_sums(torch.where(keep, log_ratio, 0.0).double(), keep, dim=1)
-        found, place = torch.unique(ages.cpu(), return_inverse=True)
-        sums = torch.zeros(3, len(found), dtype=torch.float64)
+        distinct_ages, place = torch.unique(ages.cpu(), return_inverse=True)
+        sums = torch.zeros(3, len(distinct_ages), dtype=torch.float64)
         sums.index_add_(1, place, torch.stack(of_rows).cpu())
         ess = ess_from_sums(*sums)
         weight = torch.where(ess < skip_below, 0.0, (ess / min_ess).clamp_max(1.0))
         weight = torch.where(sums[0] > 0, weight, 1.0)  # nothing to judge: no token counts anyway
         verdicts = tuple(
             AgeVerdict(int(age), int(rows), float(e), float(w))
-            for age, rows, e, w in zip(found, place.bincount(minlength=len(found)), ess, weight, strict=True)
+            for age, rows, e, w in zip(
+                distinct_ages, place.bincount(minlength=len(distinct_ages)), ess, weight, strict=True
+            )
         )
     return EssVerdict(weight[place].float().to(log_ratio.device), verdicts)
 
@@ -127,9 +129,9 @@ def guard(
         return plan, 1.0, ""
     batches = [read(plan, chosen) for chosen in plan.batches]
     with torch.no_grad():
-        own = download([policy.log_probs(batch.tokens, batch.attention, batch.mask) for batch in batches])
+        policy_scores = download([policy.log_probs(batch.tokens, batch.attention, batch.mask) for batch in batches])
     width = max(batch.mask.shape[1] for batch in batches)
-    pairs = [(scores - batch.behaviour, batch.mask) for scores, batch in zip(own, batches, strict=True)]
+    pairs = [(scores - batch.behaviour, batch.mask) for scores, batch in zip(policy_scores, batches, strict=True)]
     log_ratio, mask = (
         torch.cat([pad(values, (0, width - values.shape[1])) for values in kind]) for kind in zip(*pairs, strict=True)
     )

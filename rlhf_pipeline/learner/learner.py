@@ -286,8 +286,8 @@ class Learner:
         while (message := receive())["what"] != "stop":
             if message["what"] == "step":
                 self.buffer.refresh()
-                named = ("row_ids", "ages", "admitted")
-                row_ids, ages, admitted = (np.asarray(message[name], dtype=np.int64) for name in named)
+                fields = ("row_ids", "ages", "admitted")
+                row_ids, ages, admitted = (np.asarray(message[name], dtype=np.int64) for name in fields)
                 self.step(message["step"], row_ids=row_ids, ages=ages, admitted=admitted)
             elif message["what"] == "write":
                 self.write(Path(message["folder"]))
@@ -344,8 +344,8 @@ class Learner:
         uses = None if self._uses is None else self._uses.before(step, chosen.trajectory_ids)
         others = self._unscored(chosen.row_ids, admitted)
         if self.shards is not None:
-            told = {"row_ids": chosen.row_ids, "ages": chosen.ages, "admitted": others}
-            self.shards.tell("step", step=step, **{name: values.tolist() for name, values in told.items()})
+            message = {"row_ids": chosen.row_ids, "ages": chosen.ages, "admitted": others}
+            self.shards.tell("step", step=step, **{name: values.tolist() for name, values in message.items()})
         if len(others):
             self._score_proximal(self._plan(others))
         plan = self._plan(chosen.row_ids)
@@ -358,9 +358,11 @@ class Learner:
             plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}
         if self.sample.min_ess is not None:
-            plan, guarded["ess_weight"], said = guard(plan, chosen.ages, self.sample, self.policy, self._micro_batch)
-            if said:
-                self._notices.append(f"step {step}: {said}")
+            plan, guarded["ess_weight"], ess_notice = guard(
+                plan, chosen.ages, self.sample, self.policy, self._micro_batch
+            )
+            if ess_notice:
+                self._notices.append(f"step {step}: {ess_notice}")
         if self.loss.chooses_tokens:
             plan = self._choose_tokens(plan, step)
         losses = loss_metrics(self._accumulate_gradient(plan))
@@ -391,7 +393,7 @@ class Learner:
             self.shards.refresh_mirror()
         if self.config.layout != "padded":
             self._notices += self.policy.layout_notices()
-        seen = StepSeen(
+        step_view = StepSeen(
             step=step,
             store=store,
             row_ids=plan.row_ids,
@@ -406,15 +408,15 @@ class Learner:
             "watermark": store.watermark,
             **losses,
             **guarded,
-            **data_metrics(seen),
+            **data_metrics(step_view),
             **kl_metrics(plan.parts, [*plan.batches, *plan.measured], self.shards),
             "grad_norm": float(gradient_norm),
             "lr": lr,
             **self._meter.metrics(plan),
         }
         if self.config.metrics:
-            found, problems = own_metrics(self.config.metrics, dataclasses.replace(seen, figures=figures))
-            figures |= found
+            custom_figures, problems = own_metrics(self.config.metrics, dataclasses.replace(step_view, figures=figures))
+            figures |= custom_figures
             self._notices += [f"step {step}: {problem}" for problem in problems]
         # On a GPU the last bits depend on the kernels that ran.
         computed = self.policy.take_computed() if self.policy.device.type == "cuda" else {}
@@ -461,22 +463,24 @@ class Learner:
         earlier, passed, last = self._passed
         if version < earlier or len(every) != store.watermark or (passed and every[passed - 1] != last):
             passed = 0
-        seen = every[passed:]
+        new_rows = every[passed:]
         # Candidates are read unchecked: the rows of a step are checked when they are chosen, and a damaged row that no
         # step uses stops nothing.
-        ages = version - store.read_scalars("policy_version", seen if len(seen) < len(store) else None, checked=False)
+        ages = version - store.read_scalars(
+            "policy_version", new_rows if len(new_rows) < len(store) else None, checked=False
+        )
         if len(every) == store.watermark:
             young = ages <= oldest
             begin = int(young.argmax()) if young.any() else len(young)
-            passed, seen, ages = passed + begin, seen[begin:], ages[begin:]
+            passed, new_rows, ages = passed + begin, new_rows[begin:], ages[begin:]
             self._passed = (version, passed, int(every[passed - 1]) if passed else -1)
         young = (ages >= 0) & (ages <= oldest)
-        graded = np.isfinite(store.read_scalars("task_reward", seen, checked=False))
+        graded = np.isfinite(store.read_scalars("task_reward", new_rows, checked=False))
         # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
         # Only the last row of an episode has a reward; the others are learned from with it.
-        last = stored_last_rows(store, seen, checked=False)
+        last = stored_last_rows(store, new_rows, checked=False)
         usable, left_out = young & graded, {"failed": int((young & ~graded & last).sum())}
-        ready = self.buffer.trajectories.ready(seen)
+        ready = self.buffer.trajectories.ready(new_rows)
         if ready is not None:
             waiting = int((young & ~ready & last).sum())
             left_out = {"failed": int((young & ready & ~graded & last).sum()), "waiting": waiting}
@@ -486,12 +490,12 @@ class Learner:
                 f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version "
                 f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
-        row_ids = seen[usable]
-        found = ChosenRows(row_ids, ages[usable], trajectory_names(store, row_ids), left_out)
+        row_ids = new_rows[usable]
+        fresh_rows = ChosenRows(row_ids, ages[usable], trajectory_names(store, row_ids), left_out)
         # In the order of the trajectory ids, each once: if a trajectory was sampled again, its newest row.
-        names = episode_names(store, row_ids, found.trajectory_ids, checked=False)
+        names = episode_names(store, row_ids, fresh_rows.trajectory_ids, checked=False)
         _, from_the_end = np.unique(names[::-1], return_index=True)
-        return found.take(len(row_ids) - 1 - from_the_end)
+        return fresh_rows.take(len(row_ids) - 1 - from_the_end)
 
     def admitted_rows(
         self,
@@ -568,7 +572,7 @@ class Learner:
             )
         outputs: list[GRPOLossOutput] = []
         for batches, learns in ((plan.batches, True), (plan.measured, False)):
-            found: dict[int, GRPOLossOutput] = {}
+            by_number: dict[int, GRPOLossOutput] = {}
             numbers = range(len(batches))
             for number in numbers if self.shards is None else self.shards.share(numbers):
                 batch = _NOTHING if number is None else self._micro_batch(plan, batches[number])
@@ -581,9 +585,9 @@ class Learner:
                 if learns:
                     total.backward()
                 if number is not None:
-                    found[number] = output
+                    by_number[number] = output
             if batches:
-                outputs += found.values() if self.shards is None else self.shards.gather(found, len(batches))
+                outputs += by_number.values() if self.shards is None else self.shards.gather(by_number, len(batches))
         return GRPOLossOutput.merge(outputs) if outputs else None
 
     def _total_and_output(self, batch: LossBatch) -> tuple[torch.Tensor, GRPOLossOutput]:
@@ -599,8 +603,8 @@ class Learner:
     def _freeze_proximal(self, plan: StepPlan) -> StepPlan:
         """Score the rows that have no proximal log-probs yet; return the plan without lost tokens."""
         self._score_proximal(plan)
-        held = [self._proximal.row(row) for row in plan.row_ids.tolist()]
-        lost = torch.tensor([int((~torch.isfinite(row)).sum()) for row in held], dtype=torch.int64)
+        proximal_rows = [self._proximal.row(row) for row in plan.row_ids.tolist()]
+        lost = torch.tensor([int((~torch.isfinite(row)).sum()) for row in proximal_rows], dtype=torch.int64)
         if not bool(lost.any()):
             return plan
         return plan.without(lost, loss=self.loss, max_completion_tokens=self.max_completion_tokens)
@@ -609,7 +613,7 @@ class Learner:
     def _score_proximal(self, plan: StepPlan) -> None:
         """Keep the policy's log-probs of the plan's rows that have none yet."""
         new = torch.from_numpy(self._proximal.missing(plan.row_ids))
-        found: dict[int, torch.Tensor] = {}
+        scored: dict[int, torch.Tensor] = {}
         for batches in (plan.batches, plan.measured):
             numbers = [number for number, chosen in enumerate(batches) if bool(new[chosen].any())]
             mine = numbers if self.shards is None else self.shards.share(numbers)
@@ -617,13 +621,13 @@ class Learner:
             calls = [partial(self._own_log_probs, plan, chosen) for chosen in share]
             # One wait for all of them: meanwhile the host prepares the next.
             scores = download([call() if self.shards is None else self.shards.run(call) for call in calls])
-            own: dict[int, torch.Tensor] = {}
+            own_rows: dict[int, torch.Tensor] = {}
             for chosen, of_batch in zip(share, scores, strict=True):
-                own |= {} if chosen is None else _of_rows(plan, chosen, of_batch)
-            wanted = [at for number in numbers for at in batches[number].tolist()]
-            found |= self.shards.exchange(own, wanted) if self.shards is not None and wanted else own
+                own_rows |= {} if chosen is None else _of_rows(plan, chosen, of_batch)
+            positions = [at for number in numbers for at in batches[number].tolist()]
+            scored |= self.shards.exchange(own_rows, positions) if self.shards is not None and positions else own_rows
         for at in new.nonzero()[:, 0].tolist():
-            self._proximal.put(int(plan.row_ids[at]), found[at])
+            self._proximal.put(int(plan.row_ids[at]), scored[at])
 
     def _choose_tokens(self, plan: StepPlan, step: int) -> StepPlan:
         """Return the plan with the choice of the tokens that keep their policy loss, a function of weights and step."""
@@ -631,25 +635,26 @@ class Learner:
         if not rows:
             return plan
         batches = [self._micro_batch(plan, chosen) for chosen in rows]
-        kept = self.loss.choose_tokens(batches, rows=rows, seed=(self.seed, step))
+        chosen_tokens = self.loss.choose_tokens(batches, rows=rows, seed=(self.seed, step))
         parts = {
-            int(at[0]): dataclasses.replace(plan.parts[int(at[0])], keep=k) for at, k in zip(rows, kept, strict=True)
+            int(at[0]): dataclasses.replace(plan.parts[int(at[0])], keep=k)
+            for at, k in zip(rows, chosen_tokens, strict=True)
         }
         return dataclasses.replace(plan, parts=parts)
 
     def _keep_token_figures(self, plan: StepPlan) -> None:
         """Give the step's rows the log-prob and the entropy that the weights before it have for each token."""
-        found: dict[int, np.ndarray] = {}
+        figures_by_row: dict[int, np.ndarray] = {}
         for chosen in (*plan.batches, *plan.measured):
             batch = self._micro_batch(plan, chosen)
             figures = self.loss.token_figures(batch).unbind(1)
             present = batch.attention.cpu()
-            found |= {
-                at: row[:, there].numpy() for at, row, there in zip(chosen.tolist(), figures, present, strict=True)
+            figures_by_row |= {
+                at: row[:, mask].numpy() for at, row, mask in zip(chosen.tolist(), figures, present, strict=True)
             }
-        if found:
-            log_probs, entropy = ([values[kind] for values in found.values()] for kind in (0, 1))
-            self.buffer.store.update(plan.row_ids[list(found)], policy_log_probs=log_probs, entropy=entropy)
+        if figures_by_row:
+            log_probs, entropy = ([values[kind] for values in figures_by_row.values()] for kind in (0, 1))
+            self.buffer.store.update(plan.row_ids[list(figures_by_row)], policy_log_probs=log_probs, entropy=entropy)
 
     def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
         """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None stands for an empty one."""
@@ -660,21 +665,21 @@ class Learner:
 
     def _forget_proximal(self, version: int, max_staleness: int) -> None:
         """Drop the log-probs of trajectories that are too old or no longer in the store."""
-        held, store = self._proximal.row_ids(), self.buffer.store
-        if not len(held):
+        proximal_ids, store = self._proximal.row_ids(), self.buffer.store
+        if not len(proximal_ids):
             return
-        there = store.holds(held)
-        young = version - store.read_scalars("policy_version", held[there], checked=False) <= max_staleness
-        self._proximal.forget(np.concatenate([held[~there], held[there][~young]]))
+        stored = store.holds(proximal_ids)
+        young = version - store.read_scalars("policy_version", proximal_ids[stored], checked=False) <= max_staleness
+        self._proximal.forget(np.concatenate([proximal_ids[~stored], proximal_ids[stored][~young]]))
 
     def _micro_batch(self, plan: StepPlan, chosen: torch.Tensor) -> LossBatch:
         """Return a micro-batch, with its loss weights."""
         batch = plan.parts[int(chosen[0])]
         mask, ref, proximal = batch.mask, batch.ref, None
         if self.loss.decoupled:
-            held = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
+            proximal_values = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
             proximal = torch.zeros(mask.shape)
-            proximal[batch.candidates] = held
+            proximal[batch.candidates] = proximal_values
             mask = mask & torch.isfinite(proximal)
         if ref is None and self.loss.kl_to_ref_coeff and bool(plan.scored.any() or not plan.produced.any()):
             ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; the loss leaves these out
@@ -731,8 +736,8 @@ class Learner:
         rows = np.asarray(earlier["row_ids"], dtype=np.int64)
         if not store.holds(rows).all():
             return
-        named = earlier.get("trajectory_ids")
-        if named == trajectory_names(store, rows).tolist():
+        recorded_names = earlier.get("trajectory_ids")
+        if recorded_names == trajectory_names(store, rows).tolist():
             ages = earlier.get("newest_version", step - 1) - store.read_scalars("policy_version", rows)
             if ages.tolist() != earlier["ages"]:
                 return  # a power loss took them, and other weights sampled them again
@@ -746,8 +751,8 @@ class Learner:
         )
 
 
-def _of_rows(plan: StepPlan, chosen: torch.Tensor, own: torch.Tensor) -> dict[int, torch.Tensor]:
+def _of_rows(plan: StepPlan, chosen: torch.Tensor, scores: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the policy's log-probs of the assistant tokens of a micro-batch's rows, by position in the plan."""
     batch = plan.parts[int(chosen[0])]
-    own = own.where(batch.mask, 0.0)  # the loss leaves the others out already, whatever the reason
-    return {at: row[keep] for at, row, keep in zip(chosen.tolist(), own, batch.candidates, strict=True)}
+    scores = scores.where(batch.mask, 0.0)  # the loss leaves the others out already, whatever the reason
+    return {at: row[keep] for at, row, keep in zip(chosen.tolist(), scores, batch.candidates, strict=True)}

@@ -54,9 +54,9 @@ def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
     """Return the loss's figures for a metrics line, with every name; None for a figure that is missing."""
     values = {name: getattr(output, "ESS" if name == "ess" else name, None) for name in _LOSS_FIGURES}
     values = {"loss": output.total_loss() if output is not None else None, **values}
-    known = {name: value.double() for name, value in values.items() if value is not None}
+    present = {name: value.double() for name, value in values.items() if value is not None}
     # One copy from the device: a step waits for each.
-    figures = dict(zip(known, torch.stack(list(known.values())).tolist() if known else (), strict=True))
+    figures = dict(zip(present, torch.stack(list(present.values())).tolist() if present else (), strict=True))
     return {name: figures.get(name) for name in values}
 
 
@@ -108,26 +108,26 @@ def check_metrics(functions: Sequence[MetricFunction]) -> None:
             raise DefinitionError(f"learn.metrics has two functions named {name}, and their figures would be one.")
 
 
-def own_metrics(functions: Sequence[MetricFunction], seen: StepSeen) -> tuple[Metrics, list[str]]:
+def own_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> tuple[Metrics, list[str]]:
     """Return the figures of a user's functions, and what went wrong, one sentence each."""
-    found: Metrics = {}
+    all_figures: Metrics = {}
     problems: list[str] = []
     for function in functions:
         name = function_name(function)
         try:
-            given = function(seen)
-            own = dict(given) if isinstance(given, Mapping) else {name: given}
-            own = {str(key): None if value is None else float(value) for key, value in own.items()}
+            returned = function(step_view)
+            figures = dict(returned) if isinstance(returned, Mapping) else {name: returned}
+            figures = {str(key): None if value is None else float(value) for key, value in figures.items()}
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported, and the run goes on
-            own, text = {name: None}, f"{type(error).__name__}: {error}"
+            figures, text = {name: None}, f"{type(error).__name__}: {error}"
             problems.append(f"the metric {name} failed ({text}); its figure is null.")
-        if taken := sorted(own.keys() & seen.figures.keys()):
-            problems.append(f"the metric {name} gives {taken[0]}, which is in the line already; rename it.")
-        found |= {key: value for key, value in own.items() if key not in seen.figures}
-    return found, problems
+        if duplicates := sorted(figures.keys() & step_view.figures.keys()):
+            problems.append(f"the metric {name} gives {duplicates[0]}, which is in the line already; rename it.")
+        all_figures |= {key: value for key, value in figures.items() if key not in step_view.figures}
+    return all_figures, problems
 
 
-def data_metrics(seen: StepSeen) -> Metrics:
+def data_metrics(step_view: StepSeen) -> Metrics:
     """Return figures about the step's trajectories.
 
     `num_groups`, `num_taught`: groups of the trajectories, and how many trajectories change the weights (None if not
@@ -135,15 +135,15 @@ def data_metrics(seen: StepSeen) -> Metrics:
     `use_count`, `use_count_max`: steps that have used the trajectories, including this one; None without `uses`, the
     number of earlier ones. `kl_coef`: the KL penalty's weight in their reward, or None if they have no penalty.
     """
-    store, row_ids, ages, uses = seen.store, seen.row_ids, seen.ages, seen.uses
+    store, row_ids, ages, uses = step_view.store, step_view.row_ids, step_view.ages, step_view.uses
     if len(row_ids) == 0:
         unknown = ("advantage_std", "staleness", "staleness_max", "use_count", "use_count_max", "kl_coef")
         return {"num_groups": 0, "num_taught": 0, **dict.fromkeys(unknown)}
     penalised, groups = store.present("kl_coef", row_ids), store.read_scalars("group_id", row_ids)
     return {
         "num_groups": len(np.unique(groups[groups >= 0])),
-        "num_taught": None if seen.teaches is None else int(seen.teaches.sum()),
-        "advantage_std": float(np.std(seen.advantages, dtype=np.float64)),
+        "num_taught": None if step_view.teaches is None else int(step_view.teaches.sum()),
+        "advantage_std": float(np.std(step_view.advantages, dtype=np.float64)),
         "staleness": float(ages.mean()),
         "staleness_max": int(ages.max()),
         "use_count": None if uses is None else float(uses.mean()) + 1,
@@ -158,19 +158,19 @@ def kl_metrics(parts: Mapping[int, LossBatch], order: Sequence[Tensor], shards: 
     `kl_k1`, `kl_k2`, `kl_k3`: means over the policy's tokens, in nats; `kl_per_trajectory`: k1 summed over each
     trajectory, then averaged. All are None if no trajectory has reference log-probs.
     """
-    held: dict[int, tuple[Tensor, Tensor]] = {}
+    rows_by_place: dict[int, tuple[Tensor, Tensor]] = {}
     for chosen in order:
         part = parts.get(int(chosen[0]))
         if part is None or part.ref is None:
             continue
-        known = part.candidates & torch.isfinite(part.behaviour) & torch.isfinite(part.ref)
-        rows = (values[known].split(known.sum(1).tolist()) for values in (part.behaviour, part.ref))
-        held |= dict(zip(chosen.tolist(), zip(*rows, strict=True), strict=True))
-    if not held and shards is None:
+        has_both = part.candidates & torch.isfinite(part.behaviour) & torch.isfinite(part.ref)
+        rows = (values[has_both].split(has_both.sum(1).tolist()) for values in (part.behaviour, part.ref))
+        rows_by_place |= dict(zip(chosen.tolist(), zip(*rows, strict=True), strict=True))
+    if not rows_by_place and shards is None:
         return dict.fromkeys(_KL)
-    pairs = [held[at] for at in sorted(held)]  # in the step's order, however it was split
-    own = [torch.cat(some) for some in zip(*pairs, strict=True)] if pairs else [torch.zeros(0)] * 2
-    figures, num = kl_figures(*own), len(own[0])
+    pairs = [rows_by_place[at] for at in sorted(rows_by_place)]  # in the step's order, however it was split
+    log_probs = [torch.cat(some) for some in zip(*pairs, strict=True)] if pairs else [torch.zeros(0)] * 2
+    figures, num = kl_figures(*log_probs), len(log_probs[0])
     if shards is not None:
         sums = shards.total(torch.tensor([num, *(value * num for value in figures.values())], dtype=torch.float64))
         num = int(sums[0])

@@ -74,22 +74,22 @@ class PolicyOptimizer:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients since the last step, on the parameters' devices; float32 for those with a master."""
-        found = [self._gradients.get(name) if name in self.masters else p.grad for name, p in self.named.items()]
-        return [gradient for gradient in found if gradient is not None]
+        gradients = [self._gradients.get(name) if name in self.masters else p.grad for name, p in self.named.items()]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before that, float32 []."""
-        found = self.gradients()
-        norm: Any = torch.nn.utils.get_total_norm(found) if found else torch.zeros(())
+        gradients = self.gradients()
+        norm: Any = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         if hasattr(norm, "full_tensor"):  # of gradients in shards, over all processes
             norm = norm.full_tensor()
         # Like clip_grad_norm_: scaled by 1 if nothing needs clipping, without a synchronisation on a GPU.
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # One kernel for many tensors; a shard's own part is scaled.
         with torch.no_grad():
-            own = [g.to_local() if hasattr(g, "to_local") else g for g in cast(list[Any], found)]
-        if own:
-            torch._foreach_mul_(own, scale.to(own[0].device))  # pyright: ignore[reportPrivateImportUsage]
+            local_parts = [g.to_local() if hasattr(g, "to_local") else g for g in cast(list[Any], gradients)]
+        if local_parts:
+            torch._foreach_mul_(local_parts, scale.to(local_parts[0].device))  # pyright: ignore[reportPrivateImportUsage]
         return norm
 
     def step(self, lr: float) -> None:
@@ -99,9 +99,9 @@ class PolicyOptimizer:
         gradients = list(self._gradients.values())
         if self._on_host:
             gradients = download(gradients)
-        found = dict(zip(self._gradients, gradients, strict=True))
+        by_name = dict(zip(self._gradients, gradients, strict=True))
         for name, master in self.masters.items():
-            master.grad = found.get(name)
+            master.grad = by_name.get(name)
         self.inner.step()
         if self.masters:
             self.copy_to_parameters()
@@ -121,7 +121,7 @@ class PolicyOptimizer:
         masters = list(self.masters.values())
         if self._on_host:
             pairs = zip(parameters, masters, strict=True)
-            masters = [upload([own.to(parameter.dtype)], parameter.device)[0] for parameter, own in pairs]
+            masters = [upload([master.to(parameter.dtype)], parameter.device)[0] for parameter, master in pairs]
         torch._foreach_copy_(parameters, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class PolicyOptimizer:
 
     def make_state(self) -> None:
         """Create the moments as a first step does, without other changes, so that a checkpoint can be loaded."""
-        kept = [(float(group["lr"]), group["weight_decay"]) for group in self.inner.param_groups]
+        options = [(float(group["lr"]), group["weight_decay"]) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
             _set_lr(group, 0.0)
             group["weight_decay"] = 0.0
@@ -140,7 +140,7 @@ class PolicyOptimizer:
             tensor.grad = torch.zeros_like(tensor)
         self.inner.step()
         self.zero_grad()
-        for group, (lr, weight_decay) in zip(self.inner.param_groups, kept, strict=True):
+        for group, (lr, weight_decay) in zip(self.inner.param_groups, options, strict=True):
             _set_lr(group, lr)
             group["weight_decay"] = weight_decay
 

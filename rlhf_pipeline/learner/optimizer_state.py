@@ -44,10 +44,10 @@ def plain_tensors(name: str, value: Any) -> dict[str, Tensor]:
     flatten: Any = getattr(value, "__tensor_flatten__", None)
     if flatten is None or hasattr(value, "placements"):  # a shard stays a shard
         return {name: value.detach().contiguous()}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for part in flatten()[0]:
-        found |= plain_tensors(f"{name}/{part}", getattr(value, part))
-    return found
+        tensors |= plain_tensors(f"{name}/{part}", getattr(value, part))
+    return tensors
 
 
 def load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
@@ -80,8 +80,8 @@ def make_state_for(optimizer: PolicyOptimizer, saved: Collection[str], prefix: s
 @torch.no_grad()
 def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
     """Load moments into a state of the optimizer's own form."""
-    wanted = set(tensors)
-    make_state_for(optimizer, wanted)
+    missing = set(tensors)
+    make_state_for(optimizer, missing)
     for name, tensor in optimizer.stepped.items():
         values = optimizer.inner.state.get(tensor, {})
         for moment, value in list(values.items()):
@@ -95,9 +95,9 @@ def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
                     copy_into(part, tensors[key])
                 else:
                     values[moment] = type(value)(tensors[key].item())
-                wanted.discard(key)
-    if wanted:
+                missing.discard(key)
+    if missing:
         raise DataError(
-            f"the checkpoint's optimizer has {sorted(wanted)[0]}, which this one does not: it was saved under another "
+            f"the checkpoint's optimizer has {sorted(missing)[0]}, which this one does not: it was saved under another "
             "learn.optimizer. Go on with the recorded one."
         )

@@ -72,8 +72,8 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> Non
     except (OSError, CheckpointException) as error:
         raise DataError(f"the checkpoint {path} is damaged: its shards cannot be read ({error}).") from error
     make_state_for(optimizer, saved, "optimizer/")
-    own = _own_rng()
-    rng = own if own in saved else _FIRST  # written by fewer processes
+    rng_key = _own_rng()
+    rng = rng_key if rng_key in saved else _FIRST  # written by fewer processes
     targets = _tensors(model, optimizer) | {rng: torch.get_rng_state()}
     missing = sorted(targets.keys() ^ {name for name in saved if not name.startswith(RNG) or name == rng})
     if missing:
@@ -96,15 +96,15 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> Non
 def _tensors(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, without copies: shards stay shards."""
     complete = not hasattr(model, "peft_config") or has_unnamed_base(model)
-    found = {
+    tensors = {
         f"model/{name}": optimizer.stepped.get(name, parameter).detach()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or complete
     }
     for name, tensor in optimizer.stepped.items():
         for moment, value in optimizer.inner.state.get(tensor, {}).items():
-            found |= plain_tensors(f"optimizer/{name}/{moment}", value)
-    return found
+            tensors |= plain_tensors(f"optimizer/{name}/{moment}", value)
+    return tensors
 
 
 def _own_rng() -> str:

@@ -164,12 +164,12 @@ def plan_step(
     if bool(advantages.isnan().any()):
         row = int(row_ids[int(advantages.isnan().nonzero()[0])])
         raise MissingKeyError(f"row {row} has no {names.advantage!r}, which MCAdvantage writes.")
-    wanted = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob]
+    column_keys = [names.action, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, names.sample_log_prob]
     reference = columns.get(names.ref_log_probs)
     if reference is not None and bool(store.present(reference.name, row_ids).any()):
-        wanted.append(names.ref_log_probs)
+        column_keys.append(names.ref_log_probs)
     if keys.TURN_ADVANTAGES in columns:
-        wanted.append(names.advantage)
+        column_keys.append(names.advantage)
     useful = contributes(
         advantages,
         kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
@@ -198,13 +198,13 @@ def plan_step(
         return [at[rows] for rows in plan.rows]
 
     def read(batches: list[Tensor]) -> dict[int, LossBatch]:
-        found: dict[int, LossBatch] = {}
+        by_number: dict[int, LossBatch] = {}
         for number in range(len(batches)) if shards is None else shards.share(range(len(batches))):
             if number is not None:
                 chosen = batches[number]
-                columns = storage.columns(row_ids[chosen.numpy()], wanted)
-                found[number] = _micro_batch(columns, advantages[chosen], loss)
-        return found
+                columns = storage.columns(row_ids[chosen.numpy()], column_keys)
+                by_number[number] = _micro_batch(columns, advantages[chosen], loss)
+        return by_number
 
     def within_budget(chosen: Tensor) -> tuple[list[Tensor], list[int], dict[int, LossBatch]]:
         """Return micro-batches of these rows, the positions of each, and those that this process has read."""
@@ -215,9 +215,9 @@ def plan_step(
         while True:
             parts = read(batches)
             rows_read = [(part.tokens, part.attention, part.candidates) for part in parts.values()]
-            own = policy.computed_positions(rows_read, token_budget)
+            computed = policy.computed_positions(rows_read, token_budget)
             positions = torch.zeros(len(batches), dtype=torch.int64)
-            positions[[*parts]] = torch.tensor(own, dtype=torch.int64)
+            positions[[*parts]] = torch.tensor(computed, dtype=torch.int64)
             if shards is not None:
                 positions = shards.total(positions)
             over = [n > token_budget and len(rows) > 1 for n, rows in zip(positions.tolist(), batches, strict=True)]
@@ -233,8 +233,8 @@ def plan_step(
     parts: dict[int, LossBatch] = {}
     counts = torch.zeros(2, len(row_ids), dtype=torch.int64)
     (batches, positions, taught), (measured, _, others) = within_budget(useful), within_budget(~useful)
-    for some, held in ((batches, taught), (measured, others)):
-        for number, part in held.items():
+    for some, parts_by_number in ((batches, taught), (measured, others)):
+        for number, part in parts_by_number.items():
             parts[int(some[number][0])] = part
             counts[:, some[number]] = torch.stack([part.candidates[:, 1:].sum(1), part.mask.sum(1)])
     produced, scored = counts if shards is None else shards.total(counts)
@@ -289,8 +289,8 @@ def trajectory_names(store: TrajectoryStore, row_ids: np.ndarray) -> np.ndarray:
         store: where the trajectories are.
         row_ids: int64 [n].
     """
-    named = store.read_scalars("trajectory_id", row_ids)
-    return np.where(named < 0, np.asarray(row_ids, np.int64) + np.iinfo(np.int64).min, named)
+    trajectory_ids = store.read_scalars("trajectory_id", row_ids)
+    return np.where(trajectory_ids < 0, np.asarray(row_ids, np.int64) + np.iinfo(np.int64).min, trajectory_ids)
 
 
 def sampler_of(sample: Sample, *, max_staleness: int | None, steps_per_rollout: int = 1) -> TrajectorySampler:
@@ -300,13 +300,13 @@ def sampler_of(sample: Sample, *, max_staleness: int | None, steps_per_rollout: 
     MixSampler(max_staleness=None, max_uses=None)
     """
     entry = strategy_of(sample.strategy)
-    given = {
+    available = {
         "tau": math.inf if sample.tau is None else sample.tau,
         "alpha": sample.alpha,
         "fresh_fraction": sample.fresh_fraction,
         "steps_per_rollout": steps_per_rollout,
     }
-    settings = {name: given[name] for name in entry.settings}
+    settings = {name: available[name] for name in entry.settings}
     return as_sampler(sample.strategy, max_staleness=max_staleness, max_uses=sample.max_uses, **settings)
 
 
@@ -386,8 +386,8 @@ class UseCounts:
         young = self._last >= first
         self._ids, self._counts, self._last = self._ids[young], self._counts[young], self._last[young]
         places = np.searchsorted(self._ids, trajectory_ids)
-        found = np.append(self._ids, -1)[places] == trajectory_ids
-        return np.where(found, np.append(self._counts, 0)[places], 0)
+        is_counted = np.append(self._ids, -1)[places] == trajectory_ids
+        return np.where(is_counted, np.append(self._counts, 0)[places], 0)
 
     def state(self) -> Ints:
         """Return the counts up to the last step queried, int64 `[3, 1 + n]`, for a checkpoint."""

@@ -111,14 +111,14 @@ def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
         k, v = torch.cat([keys[shared], k], 2), torch.cat([values[shared], v], 2)
         for first in range(0, length, QUERY_BLOCK):
             rows = min(QUERY_BLOCK, length - first)
-            seen = prefix + first + rows
+            visible = prefix + first + rows
             mask = None
             if rows > 1:
-                mask = torch.ones(rows, seen, dtype=torch.bool, device=q.device).tril(prefix + first)
+                mask = torch.ones(rows, visible, dtype=torch.bool, device=q.device).tril(prefix + first)
             block = q[:, :, first : first + rows]
             out.append(
                 scaled_dot_product_attention(
-                    block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scaling, enable_gqa=grouped
+                    block, k[:, :, :visible], v[:, :, :visible], attn_mask=mask, scale=scaling, enable_gqa=grouped
                 )
             )
     return torch.cat(out, 2).transpose(1, 2).contiguous()  # as other attention returns it; JetMoE takes views

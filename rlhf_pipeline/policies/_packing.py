@@ -64,9 +64,9 @@ class Segments:
                 parts = zip(self.prefix_starts, self.prefix_lengths, self.starts, self.lengths, strict=True)
                 spans = [np.arange(at, at + n) for p, m, s, k in parts for at, n in ((p, m), (s, k))]
                 arrays.append(np.concatenate(spans))
-            there = upload([torch.from_numpy(array) for array in arrays], device)
-            gather = there[2] if self.has_prefix else None
-            self._varlen = (there[0], there[1], int(lengths.max()), int(keys.max()), gather)
+            on_device = upload([torch.from_numpy(array) for array in arrays], device)
+            gather = on_device[2] if self.has_prefix else None
+            self._varlen = (on_device[0], on_device[1], int(lengths.max()), int(keys.max()), gather)
         return self._varlen
 
 
@@ -120,11 +120,11 @@ def pack(batch: HostBatch, *, share_prefix: bool) -> Packing:
             end += prefix
         prefix_start[row] = prefix_start[leader[row]]
         own_start[row] = end
-        own = int(used[row]) - prefix
-        if own:
-            _add(segments, end, own, int(prefix_start[row]), prefix)
-            spans.append((row, prefix, own))
-            end += own
+        remainder = int(used[row]) - prefix
+        if remainder:
+            _add(segments, end, remainder, int(prefix_start[row]), prefix)
+            spans.append((row, prefix, remainder))
+            end += remainder
     row_of, place_of = _expand(spans)
     before = place - 1
     in_own, in_prefix = own_start[rows] + before - shared[rows], prefix_start[rows] + before
@@ -146,8 +146,8 @@ def _add(segments: Segments, start: int, length: int, prefix_start: int, prefix_
 
 def _common_starts(ids: np.ndarray, used: np.ndarray) -> np.ndarray:
     """Return the length of the prefix that each row shares with the next, int64 `[rows - 1]`."""
-    both = np.minimum(used[1:], used[:-1])
-    same = (ids[1:] == ids[:-1]) & (np.arange(ids.shape[1]) < both[:, None])
+    shorter = np.minimum(used[1:], used[:-1])
+    same = (ids[1:] == ids[:-1]) & (np.arange(ids.shape[1]) < shorter[:, None])
     return np.minimum.accumulate(same, axis=1).sum(1)
 
 

@@ -86,9 +86,9 @@ def host_batch(
                 f"{name} must have the shape of input_ids, {list(input_ids.shape)}; got {list(mask.shape)}."
             )
     if input_ids.is_cuda:
-        given = (input_ids, attention_mask, attention_mask if score_mask is None else score_mask)
-        there = torch.stack([tensor.to(input_ids.device, torch.int64, non_blocking=True) for tensor in given])
-        input_ids, attention_mask, score_mask = there.cpu()
+        inputs = (input_ids, attention_mask, attention_mask if score_mask is None else score_mask)
+        stacked = torch.stack([tensor.to(input_ids.device, torch.int64, non_blocking=True) for tensor in inputs])
+        input_ids, attention_mask, score_mask = stacked.cpu()
     real = attention_mask.cpu().numpy().astype(np.bool_)
     places = real.cumsum(1, dtype=np.int64) - 1
     most, longest = parts.max_positions, int(places[:, -1].max(initial=-1)) + 1 if places.size else 0
@@ -109,9 +109,9 @@ def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -
     ids = batch.left_aligned(batch.real.sum(1))
     first = np.arange(len(batch.ids), dtype=np.int64) * ids.shape[1]
     at = torch.from_numpy(first[:, None] + batch.places.clip(0))
-    there = upload([torch.from_numpy(ids), at, torch.from_numpy(batch.real)], parts.head.weight.device)
-    hidden = whole_rows(parts, there[0]).flatten(0, 1)
-    return hidden[there[1]].masked_fill(~there[2][..., None], 0.0)
+    on_device = upload([torch.from_numpy(ids), at, torch.from_numpy(batch.real)], parts.head.weight.device)
+    hidden = whole_rows(parts, on_device[0]).flatten(0, 1)
+    return hidden[on_device[1]].masked_fill(~on_device[2][..., None], 0.0)
 
 
 def predicting_rows(parts: ModelParts, batch: HostBatch) -> ScoringRows:
@@ -120,9 +120,9 @@ def predicting_rows(parts: ModelParts, batch: HostBatch) -> ScoringRows:
     rows, columns = np.nonzero(batch.scored)
     predicting = rows * ids.shape[1] + batch.places[rows, columns] - 1
     arrays = (ids, predicting, batch.ids[rows, columns], rows, columns)
-    there = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
-    hidden = whole_rows(parts, there[0]).flatten(0, 1)
-    return ScoringRows(hidden.index_select(0, there[1]), *there[2:])
+    on_device = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
+    hidden = whole_rows(parts, on_device[0]).flatten(0, 1)
+    return ScoringRows(hidden.index_select(0, on_device[1]), *on_device[2:])
 
 
 def whole_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:

@@ -89,6 +89,6 @@ def actor_of(model: Any) -> tuple[bool, Any | None]:
 
 def methods_are_of(model: Any, package: str, names: Sequence[str]) -> bool:
     """Return whether a model's methods of these names all come from a package, none from a subclass outside it."""
-    found = ((getattr(type(model), name, None), getattr(nn.Module, name, None)) for name in names)
-    own = (method for method, missing in found if method is not missing)
-    return all((getattr(method, "__module__", None) or "").partition(".")[0] == package for method in own)
+    pairs = ((getattr(type(model), name, None), getattr(nn.Module, name, None)) for name in names)
+    defined = (method for method, missing in pairs if method is not missing)
+    return all((getattr(method, "__module__", None) or "").partition(".")[0] == package for method in defined)

@@ -44,8 +44,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if packed_segments is not None:
-        found = packed_attention(module, query, key, value, attention_mask, packed_segments, scaling=scaling, **kwargs)
-        return found, None
+        output = packed_attention(module, query, key, value, attention_mask, packed_segments, scaling=scaling, **kwargs)
+        return output, None
     attended = _attended.get()
     if attended is not None:
         unknown = sorted(name for name, argument in kwargs.items() if argument is not None and name not in _OF_STEPS)

@@ -43,8 +43,8 @@ def known_text(tokenizer: Any, text: str) -> str:
     try:
         encode_text(tokenizer, text, add_special_tokens=False)
     except DataError:
-        known = tokenizer.get_vocab()
-        return "".join(one for one in text if one in known)
+        vocabulary = tokenizer.get_vocab()
+        return "".join(character for character in text if character in vocabulary)
     return text
 
 
@@ -235,20 +235,24 @@ def rendered_prompt(
         raise DataError(f"the chat template refuses the messages {roles}: {error}") from error
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, second: str) -> int:
     """Return how many characters two texts have in common at their beginning."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
     """Refuse a template that writes something else after the assistant's turn than the replies, once and in order."""
-    found = [int(i) for i in dict.fromkeys(_MARKS.findall(tail))]
-    wanted = [i for i, message in enumerate(marked) if i >= first and isinstance(message.get("content"), str)]
-    if found != wanted:
-        written, said = ([f"{i + (i >= first)} ({marked[i]['role']})" for i in part] for part in (found, wanted))
+    shown_order = [int(i) for i in dict.fromkeys(_MARKS.findall(tail))]
+    expected_order = [i for i, message in enumerate(marked) if i >= first and isinstance(message.get("content"), str)]
+    if shown_order != expected_order:
+        written, expected = (
+            [f"{i + (i >= first)} ({marked[i]['role']})" for i in part] for part in (shown_order, expected_order)
+        )
         raise DefinitionError(
             f"After an assistant's turn the chat template writes the messages {', '.join(written) or 'none'} where "
-            f"{', '.join(said)} follow, so the policy would read something else than was said. Use a template that "
+            f"{', '.join(expected)} follow, so the policy would read something else than was said. Use a template that "
             "writes every message once, in its place."
         )
 
@@ -266,10 +270,10 @@ def _encode_after(codec: Any, head: str, tail: str) -> list[int]:
     for before in (head, head.rstrip()):
         # The template may write a call with characters that a small vocabulary lacks; the policy's own are tokens.
         before = known_text(codec, before[_last_split(codec, before, tail) :])
-        known = encode_text(codec, before, add_special_tokens=False)
-        both = encode_text(codec, before + tail, add_special_tokens=False)
-        if both[: len(known)] == known:
-            return both[len(known) :]
+        head_ids = encode_text(codec, before, add_special_tokens=False)
+        all_ids = encode_text(codec, before + tail, add_special_tokens=False)
+        if all_ids[: len(head_ids)] == head_ids:
+            return all_ids[len(head_ids) :]
     return encode_text(codec, tail, add_special_tokens=False)
 
 

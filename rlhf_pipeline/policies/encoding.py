@@ -42,11 +42,11 @@ def tokenizer_with_template(tokenizer: Any, options: Mapping[str, Any] | None) -
     Raises:
         DefinitionError: an option would change the tokens in another way.
     """
-    given = dict(options or {})
-    template = given.pop("chat_template", None)
-    name = given.pop("chat_template_name", None)
-    given.pop("padding", None)
-    for key, value in given.items():
+    settings = dict(options or {})
+    template = settings.pop("chat_template", None)
+    name = settings.pop("chat_template_name", None)
+    settings.pop("padding", None)
+    for key, value in settings.items():
         if _AS_DONE.get(key) != value:
             raise DefinitionError(
                 f"tokenizer_kwargs has {key}={value!r}; conversations are encoded whole, ragged and with the mask of "
@@ -103,16 +103,16 @@ def with_tokens(
             )
         encoded = [(encode_prompt(tokenizer, item, as_chat=False, whole=True), None) for item in text_list(text)]
     ids = [torch.tensor(row, dtype=torch.int64) for row, _ in encoded]
-    said = [torch.tensor(mask) for _, mask in encoded if mask is not None]
+    assistant_masks = [torch.tensor(mask) for _, mask in encoded if mask is not None]
     if padding_side is not None:
         batch = pad_ids(ids, padding_side)
-        size, marked = [len(ids)], pad_rows(said, side=padding_side)[0].bool() if said else None
+        size, marked = [len(ids)], pad_rows(assistant_masks, side=padding_side)[0].bool() if assistant_masks else None
         masks = Masks(all_attention_mask=batch.attention_mask, all_assistant_mask=marked, batch_size=size)
         return td.copy().set("tokens", Tokens(full=batch.input_ids, batch_size=size)).set("masks", masks)
     rows: list[TensorDictBase] = []
     for i, row in enumerate(td.unbind(0)):
         real = torch.ones_like(ids[i], dtype=torch.bool)
-        masks = Masks(all_attention_mask=real, all_assistant_mask=said[i] if said else None)
+        masks = Masks(all_attention_mask=real, all_assistant_mask=assistant_masks[i] if assistant_masks else None)
         rows.append(cast(TensorDictBase, row).copy().set("tokens", Tokens(full=ids[i])).set("masks", masks))
     return lazy_stack(rows)
 
@@ -149,5 +149,5 @@ def _value(td: Any, key: Key, container: type) -> Any:
             value = cast(Any, value).get(name, None)
     if isinstance(value, container):
         value = cast(Any, value).full
-    wanted = isinstance(value, History) if container is ChatHistory else not isinstance(value, torch.Tensor)
-    return value if wanted else None
+    is_valid = isinstance(value, History) if container is ChatHistory else not isinstance(value, torch.Tensor)
+    return value if is_valid else None

@@ -48,12 +48,12 @@ def quiet_progress() -> Iterator[None]:
 
 def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> nn.Module:
     """Load a causal language model; a local folder or GGUF file never touches the network."""
-    wanted: Any = "auto" if dtype is None else dtype
+    requested: Any = "auto" if dtype is None else dtype
     try:
         with quiet_progress() if local else nullcontext():
             if local and is_gguf(source):
-                return _load_gguf(Path(source), wanted)
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, local_files_only=local)
+                return _load_gguf(Path(source), requested)
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=requested, local_files_only=local)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         if not local and isinstance(error, OSError):
             raise MissingPathError(
@@ -125,10 +125,10 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype of this name."""
     if not isinstance(dtype, str):
         return dtype
-    named = getattr(torch, dtype, None)
-    if not isinstance(named, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise DefinitionError(f"dtype {dtype!r} is no dtype of torch. Use 'float32' or 'bfloat16'.")
-    return named
+    return torch_dtype
 
 
 def as_id_tuple(value: Any) -> tuple[int, ...]:
@@ -144,11 +144,11 @@ def end_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """Return every token that ends a completion by the generation config, the model config and the tokenizer."""
     generation = getattr(model, "generation_config", None)
     config = getattr(model, "config", None)
-    named = getattr(generation, "eos_token_id", None)
-    if named is None:
-        named = getattr(config, "eos_token_id", None)
-    own = getattr(tokenizer, "eos_token_id", None)
-    return tuple(sorted({*as_id_tuple(named), *as_id_tuple(own)}))
+    model_ends = getattr(generation, "eos_token_id", None)
+    if model_ends is None:
+        model_ends = getattr(config, "eos_token_id", None)
+    tokenizer_end = getattr(tokenizer, "eos_token_id", None)
+    return tuple(sorted({*as_id_tuple(model_ends), *as_id_tuple(tokenizer_end)}))
 
 
 def padding_id(model: Any, tokenizer: Any | None, *, given: int | None, ends: tuple[int, ...]) -> int:

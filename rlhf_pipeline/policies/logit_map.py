@@ -54,16 +54,19 @@ def fitted_map(
     """
     offset = 0.0 if bias is None else bias.double()
     numbers = [*numbers]
-    finite = [one.isfinite() & other.isfinite() for one, other in zip(linear, logits, strict=True)]
-    linear = [level.double().where(known, 0.0) for level, known in zip(linear, finite, strict=True)]
-    logits = [level.double().where(known, 0.0) for level, known in zip(logits, finite, strict=True)]
+    finite = [
+        level_linear.isfinite() & level_logits.isfinite()
+        for level_linear, level_logits in zip(linear, logits, strict=True)
+    ]
+    linear = [level.double().where(mask, 0.0) for level, mask in zip(linear, finite, strict=True)]
+    logits = [level.double().where(mask, 0.0) for level, mask in zip(logits, finite, strict=True)]
     largest, uncapped = float(logits[-1].abs().max()), _factor(linear[:1], [logits[0] - offset])
     cap = None
     if 0 < largest < 0.5 * abs(uncapped) * float(linear[-1].abs().max()):
         cap = _nearest(largest, numbers, exact)
-        known = [level.abs() < _LINEAR_PART * cap for level in logits]
-        logits = [cap * torch.atanh(level.where(at, 0.0) / cap) for level, at in zip(logits, known, strict=True)]
-        finite = [one & other for one, other in zip(finite, known, strict=True)]
+        near_linear = [level.abs() < _LINEAR_PART * cap for level in logits]
+        logits = [cap * torch.atanh(level.where(at, 0.0) / cap) for level, at in zip(logits, near_linear, strict=True)]
+        finite = [mask & is_near for mask, is_near in zip(finite, near_linear, strict=True)]
     linear = [level.where(at, 0.0) for level, at in zip(linear, finite, strict=True)]
     logits = [(level - offset).where(at, 0.0) for level, at in zip(logits, finite, strict=True)]
     return LogitMap(_nearest(_factor(linear, logits), [1.0, *numbers], exact), cap)

@@ -132,23 +132,23 @@ def find_parts(model: nn.Module) -> ModelParts:
         raise _refuse(model, "it is not a model of transformers", "Pass an AutoModelForCausalLM.")
     refuse_other_directions(model)
     text_config = config.get_text_config(decoder=True)
-    named = (getattr(core, name, None) for name in (core.base_model_prefix, "model", "transformer"))
-    trunk = next((m for m in named if isinstance(m, nn.Module)), None)
+    submodules = (getattr(core, name, None) for name in (core.base_model_prefix, "model", "transformer"))
+    trunk = next((m for m in submodules if isinstance(m, nn.Module)), None)
     head = core.get_output_embeddings()
     if trunk is None or head is None:
         raise _refuse(model, "it has no language model head", "Pass an AutoModelForCausalLM.")
     if not isinstance(head, nn.Linear):
         raise _refuse_head(model, head)
-    known = inspect.signature(trunk.forward).parameters
-    cache_name = next((name for name in _CACHES if name in known), None)
+    parameters = inspect.signature(trunk.forward).parameters
+    cache_name = next((name for name in _CACHES if name in parameters), None)
     recurrent_alone = _kinds(text_config) == {"linear_attention"}
     needed = ("attention_mask",) if recurrent_alone else ("position_ids", "attention_mask")
-    missing = [name for name in needed if name not in known]
+    missing = [name for name in needed if name not in parameters]
     if cache_name is None:
         missing.append(_CACHES[0])
     if cache_name is None or missing:
         reason = f"its forward takes no {' and no '.join(missing)}"
-        if "state" in known:
+        if "state" in parameters:
             reason += ", and its recurrent states are an argument of its own, state"
         raise _refuse(
             model,
@@ -166,9 +166,9 @@ def find_parts(model: nn.Module) -> ModelParts:
         max_positions=max_positions,
         positions_by=positions_by,
         builds_own_mask=_builds_own_mask(text_config),
-        cache_refusal=_cache_refusal(trunk, text_config, known[cache_name].annotation),
+        cache_refusal=_cache_refusal(trunk, text_config, parameters[cache_name].annotation),
         cache_name=cache_name,
-        takes_positions="position_ids" in known,
+        takes_positions="position_ids" in parameters,
     )
     return _checked(model, parts, numbers_of(text_config.to_dict()))
 
@@ -293,8 +293,8 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
     for part in parts:
         kind = part.get("rope_type", part.get("type"))
         if kind in _LENGTH_ROPES:
-            given = part.get("original_max_position_embeddings")
-            limit = least(given, getattr(config, "original_max_position_embeddings", None), most)
+            original = part.get("original_max_position_embeddings")
+            limit = least(original, getattr(config, "original_max_position_embeddings", None), most)
             if limit:
                 return limit, f"where its rotary embedding ({kind}) changes with the length of a batch"
     if _COMPRESSED in kinds and isinstance(chosen, int):
@@ -397,8 +397,8 @@ def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> Model
             f"its forward pass of {length} tokens fails in {weight.dtype} ({reason})",
             "Check its config, or load it in another dtype.",
         ) from error
-    for own, expected in pairs:
-        error = _gap(own, expected)
+    for model_logits, expected in pairs:
+        error = _gap(model_logits, expected)
         if not error <= rounding(weight, fine=1e-4, coarse=5e-2):
             raise _refuse(
                 model,
@@ -434,18 +434,18 @@ def _with_logit_map(
     # Every token has a level, in turn, so that one more forward pass shows all of them.
     levels = torch.tensor([min(level / size, most) for level in LEVELS], dtype=hidden.dtype, device=hidden.device)
     factors = levels.repeat(hidden.shape[1] // len(levels) + 1)[: hidden.shape[1], None]
-    scaled, own = (
+    scaled, model_logits = (
         [tensor[0, first : _FITTED_TOKENS : len(levels)] for first in range(len(levels))]
         for tensor in (hidden * factors, _own_logits(model, parts, inputs, factors))
     )
     linear = [parts.logits(level, sampling) - offset for level in scaled]
     exact = rounding(parts.head.weight, fine=1e-5, coarse=2e-3)
-    scale, soft_cap = fitted_map(linear, own, bias, numbers=numbers, exact=exact)
+    scale, soft_cap = fitted_map(linear, model_logits, bias, numbers=numbers, exact=exact)
     parts = dataclasses.replace(parts, scale=scale, soft_cap=soft_cap)
     plain = model(**inputs).logits.flatten(0, 1).float()
     if soft_cap is not None:
-        del own[-1], scaled[-1]  # beyond the cap, where logits near 0 are all rounding
-    pairs = zip([plain, *own], [hidden.flatten(0, 1), *scaled], strict=True)
+        del model_logits[-1], scaled[-1]  # beyond the cap, where logits near 0 are all rounding
+    pairs = zip([plain, *model_logits], [hidden.flatten(0, 1), *scaled], strict=True)
     return parts, [(logits, parts.logits(states * scale, sampling)) for logits, states in pairs]
 
 
@@ -453,9 +453,9 @@ def _own_logits(model: nn.Module, parts: ModelParts, inputs: dict[str, Any], fac
     """Return the model's own logits, `[B, T, V]`, of last hidden states times factors, `[T, 1]`."""
     applied: list[nn.Module] = []
 
-    def before_head(head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def before_head(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         applied.append(head)
-        return (given[0] * factors, *given[1:])
+        return (inputs[0] * factors, *inputs[1:])
 
     def after_trunk(trunk: nn.Module, _given: Any, output: Any) -> Any:
         applied.append(trunk)
@@ -476,11 +476,11 @@ def _own_logits(model: nn.Module, parts: ModelParts, inputs: dict[str, Any], fac
     raise ValueError("it calls neither its head nor its trunk as a module")
 
 
-def _gap(one: Tensor, other: Tensor) -> float:
+def _gap(first: Tensor, second: Tensor) -> float:
     """Return the difference of two tensors, relative to the size of the first.
 
     Diverged weights make both non-finite and pass: the sampler reports them when it sees their logits.
     """
-    if not torch.equal(torch.isfinite(one), torch.isfinite(other)):
+    if not torch.equal(torch.isfinite(first), torch.isfinite(second)):
         return float("inf")
-    return _largest(one - other) / (_largest(one) + 1e-6)
+    return _largest(first - second) / (_largest(first) + 1e-6)

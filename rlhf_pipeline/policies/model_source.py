@@ -31,24 +31,24 @@ def is_model(path: Path) -> bool:
     return is_model_folder(path) or (is_gguf(path) and path.is_file())
 
 
-def template_file(given: str | None) -> Path | None:
+def template_file(template: str | None) -> Path | None:
     """Return the file that a definition's chat template names; None for a text, which has a brace or lines.
 
     >>> template_file("{{ messages[0].content }}") is None, template_file("chatml.jinja")
     (True, PosixPath('chatml.jinja'))
     """
-    return None if given is None or "{" in given or "\n" in given else Path(given).expanduser()
+    return None if template is None or "{" in template or "\n" in template else Path(template).expanduser()
 
 
-def template_text(given: str) -> str:
+def template_text(template: str) -> str:
     """Return a definition's chat template: a text, or what the file of that name holds."""
-    file = template_file(given)
+    file = template_file(template)
     if file is None:
-        return given
+        return template
     if not file.is_file():
         raise MissingPathError(
-            f"there is no chat template at {given}. Name a Jinja file, as save_pretrained writes chat_template.jinja: "
-            "--set policy.chat_template=FILE; or leave it out and keep the tokenizer's."
+            f"there is no chat template at {template}. Name a Jinja file, as save_pretrained writes "
+            "chat_template.jinja: --set policy.chat_template=FILE; or leave it out and keep the tokenizer's."
         )
     return file.read_text(encoding="utf-8")
 

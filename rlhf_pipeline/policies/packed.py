@@ -196,14 +196,14 @@ def _group_items(
         if prompt < MIN_SHARED_TOKENS:
             items += [([row], int(sizes[row])) for row in rows]
             continue
-        held, cost = [], prompt
+        item_rows, cost = [], prompt
         for row in rows:
-            own = int(sizes[row]) - prompt
-            if held and cost + own > budget:
-                items.append((held, cost))
-                held, cost = [], prompt
-            held, cost = [*held, row], cost + own
-        items.append((held, cost))
+            suffix = int(sizes[row]) - prompt
+            if item_rows and cost + suffix > budget:
+                items.append((item_rows, cost))
+                item_rows, cost = [], prompt
+            item_rows, cost = [*item_rows, row], cost + suffix
+        items.append((item_rows, cost))
     return items
 
 
@@ -211,9 +211,9 @@ def _first_fit(items: list[tuple[list[int], int]], budget: int) -> list[tuple[li
     """Put each item, the largest first, into the first bin with room."""
     bins: list[tuple[list[int], int]] = []
     for rows, cost in sorted(items, key=lambda item: -item[1]):
-        for i, (held, size) in enumerate(bins):
+        for i, (bin_rows, size) in enumerate(bins):
             if size + cost <= budget:
-                bins[i] = ([*held, *rows], size + cost)
+                bins[i] = ([*bin_rows, *rows], size + cost)
                 break
         else:
             bins.append((rows, cost))
@@ -301,11 +301,11 @@ class LayoutScorer:
     def _scored(self, parts: ModelParts, batch: HostBatch) -> ScoringRows:
         packing, padded_parts, _ = self._arranged(parts, batch)
         if packing is not None:
-            found = self._checked_packed(parts, batch, packing)
-            if found is not None:
+            scored = self._checked_packed(parts, batch, packing)
+            if scored is not None:
                 name = "prefix_shared" if packing.segments.has_prefix else "packed"
                 self._computed.add((name, packing.segments.kernel))
-                return found
+                return scored
             padded_parts = self._arranged(parts, batch).parts
         self._computed.add(("padded", implementation_of(parts.trunk.config) or "none"))
         return _padded(parts, batch, padded_parts)
@@ -313,13 +313,13 @@ class LayoutScorer:
     def _checked_packed(self, parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRows | None:
         """Score rows laid end to end; None if the model fails a check, and is padded from now on."""
         try:
-            found = _packed(parts, batch, packing)
+            scored = _packed(parts, batch, packing)
         except PackedUnsupported as reason:
             self._pad_from_now_on(str(reason))
             return None
         features = _features(packing)
         if features - self._checked:
-            error, allowed = _compare(parts, found, batch)
+            error, allowed = _compare(parts, scored, batch)
             if not error <= allowed:
                 self._pad_from_now_on(
                     f"log-probs differ from padded rows by {error:.1e} (at most {allowed:.1e} is rounding)",
@@ -327,7 +327,7 @@ class LayoutScorer:
                 )
                 return None
             self._checked |= features
-        return found
+        return scored
 
     def _pad_from_now_on(self, reason: str, *, is_chosen: bool = False) -> None:
         self.in_use = "padded"
@@ -383,15 +383,15 @@ def _packed(parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRow
     """Score rows laid end to end."""
     rows, columns = np.nonzero(batch.scored)
     arrays = (packing.input_ids, packing.position_ids, packing.predicting, batch.ids[rows, columns], rows, columns)
-    there = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
+    on_device = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
     segments = packing.segments
     with packed_rows_running(parts.trunk.config):
-        hidden = whole_rows(parts, there[0][None], there[1][None], **{ARGUMENT: segments})[0]
+        hidden = whole_rows(parts, on_device[0][None], on_device[1][None], **{ARGUMENT: segments})[0]
     if segments.calls < parts.num_layers:
         raise PackedUnsupported(
             f"{segments.calls} of its {parts.num_layers} layers use the attention function that was set"
         )
-    return ScoringRows(hidden.index_select(0, there[2]), *there[3:])
+    return ScoringRows(hidden.index_select(0, on_device[2]), *on_device[3:])
 
 
 def _padded(parts: ModelParts, batch: HostBatch, planned: Sequence[Tensor]) -> ScoringRows:
@@ -406,26 +406,26 @@ def _padded(parts: ModelParts, batch: HostBatch, planned: Sequence[Tensor]) -> S
     at = np.argsort(np.concatenate([np.arange(starts[row], starts[row] + counts[row]) for row in order]))
     rows, columns = np.nonzero(batch.scored)
     targets = batch.ids[rows, columns]
-    there = upload([*map(torch.from_numpy, (at, targets, rows, columns))], parts.head.weight.device)
-    return ScoringRows(torch.cat([part.hidden for part in parted]).index_select(0, there[0]), *there[1:])
+    on_device = upload([*map(torch.from_numpy, (at, targets, rows, columns))], parts.head.weight.device)
+    return ScoringRows(torch.cat([part.hidden for part in parted]).index_select(0, on_device[0]), *on_device[1:])
 
 
 @torch.no_grad()
-def _compare(parts: ModelParts, found: ScoringRows, batch: HostBatch) -> tuple[float, float]:
+def _compare(parts: ModelParts, scored: ScoringRows, batch: HostBatch) -> tuple[float, float]:
     """Return how far the log-probs of a few rows are from those of the rows padded, a mean, and the tolerance."""
     present = np.flatnonzero(batch.scored.any(1))
     picked = np.unique(np.linspace(0, len(present) - 1, _CHECKED_ROWS).round().astype(np.int64))
     weight = parts.head.weight
     gaps: list[Tensor] = []
-    of_row = found.rows.cpu().numpy()
+    of_row = scored.rows.cpu().numpy()
     for row in present[picked]:
         at = torch.from_numpy(np.flatnonzero(of_row == row)[-_CHECKED_TOKENS:]).to(weight.device)
         alone = predicting_rows(parts, batch.select(np.array([row])))
-        one, other = (
-            token_log_probs(hidden.detach(), Head(weight, parts.head.bias, soft_cap=parts.soft_cap), found.targets[at])
-            for hidden in (found.hidden[at], alone.hidden[-len(at) :])
+        together, separate = (
+            token_log_probs(hidden.detach(), Head(weight, parts.head.bias, soft_cap=parts.soft_cap), scored.targets[at])
+            for hidden in (scored.hidden[at], alone.hidden[-len(at) :])
         )
-        gaps.append((one - other).abs())
+        gaps.append((together - separate).abs())
     return float(torch.cat(gaps).mean()) if gaps else 0.0, rounding(weight, fine=2e-5, coarse=_HALF_PRECISION_GAP)
 
 

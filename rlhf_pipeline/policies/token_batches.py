@@ -41,7 +41,7 @@ class TokenBatch:
 
     def rows(self, values: Tensor) -> list[Tensor]:
         """Cut `[B, T, ...]` into rows of their given lengths."""
-        return [row[given] for row, given in zip(values, self.extent, strict=True)]
+        return [row[length] for row, length in zip(values, self.extent, strict=True)]
 
     def real_rows(self, values: Tensor) -> list[Tensor]:
         """Cut `[B, T, ...]` into the real part of each row."""
@@ -125,8 +125,8 @@ def prompt_lengths(td: TensorDictBase, batch: TokenBatch, prompt_key: Key, assis
         return torch.tensor([len(p) for p in prompt], device=device)
     assistant = leaf(td, assistant_key)
     if assistant is not None:
-        said = pad_like(assistant, batch, repr(assistant_key)).bool() & batch.attention_mask
-        return (batch.attention_mask & (said.cumsum(1) == 0)).sum(1)
+        assistant_tokens = pad_like(assistant, batch, repr(assistant_key)).bool() & batch.attention_mask
+        return (batch.attention_mask & (assistant_tokens.cumsum(1) == 0)).sum(1)
     if prompt is None or prompt.ndim != 2 or prompt.shape[1] > batch.input_ids.shape[1]:
         return None
     width = prompt.shape[1]

@@ -360,11 +360,11 @@ class TokenPolicy(nn.Module):
                 "Tokens cannot be scored at temperature 0, where a log-prob is 0 or minus infinity. "
                 "Pass temperature=1.0, at which greedy generation reports its log-probs."
             )
-        found = self.scoring_rows(input_ids, attention_mask, score_mask)
+        scored = self.scoring_rows(input_ids, attention_mask, score_mask)
         head = Head(self.head_weight, self.head_bias, temperature, self.head_soft_cap)
-        scores = token_log_probs(found.hidden, head, found.targets, chunk_size=chunk_size)
+        scores = token_log_probs(scored.hidden, head, scored.targets, chunk_size=chunk_size)
         out = torch.zeros(input_ids.shape, dtype=torch.float32, device=scores.device)
-        return out.index_put((found.rows, found.columns), scores.float())
+        return out.index_put((scored.rows, scored.columns), scores.float())
 
     # Generation
 
@@ -438,8 +438,8 @@ class TokenPolicy(nn.Module):
             if stops is None:
                 return self.engine.generate(request, refresh, ended)
             cut = None if ended is None else _cut_at(stops, ended)
-            found = self.engine.generate(request, refresh, cut)
-            return found.shortened(*stops.cuts(found.token_ids, found.lengths))
+            generated = self.engine.generate(request, refresh, cut)
+            return generated.shortened(*stops.cuts(generated.token_ids, generated.lengths))
         finally:
             if self._checkpointing:
                 self._recompute(True)

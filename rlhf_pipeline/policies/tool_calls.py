@@ -80,8 +80,8 @@ class TurnParser:
         whole = self.tokenizer.decode(list(turn_ids), skip_special_tokens=False)
         plain = {"role": "assistant", "content": text}
         try:
-            found: Any = self.tokenizer.parse_response(whole, self.template, prefix=before, tools=self.tools or None)
-            message = {"content": "", **plain_json(found), "role": "assistant"}
+            parsed: Any = self.tokenizer.parse_response(whole, self.template, prefix=before, tools=self.tools or None)
+            message = {"content": "", **plain_json(parsed), "role": "assistant"}
             message["content"] = text_of(message["content"], "the turn")
             calls = [_call(item) for item in message.pop("tool_calls", None) or ()]
         except Exception as error:  # noqa: BLE001 - parsers of several formats read what a policy sampled: anything
@@ -108,13 +108,13 @@ def _call(item: Any) -> Mapping[str, Any]:
         ValueError: it lacks a name, or its arguments are none.
     """
     call: Any = item.get("function") if isinstance(item, Mapping) else None
-    given: Any = call if isinstance(call, Mapping) else {}
-    arguments: Any = given.get("arguments")
+    function: Any = call if isinstance(call, Mapping) else {}
+    arguments: Any = function.get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         arguments = plain_json(json.loads(arguments))
     arguments = arguments or {}
-    if not isinstance(given.get("name"), str) or not isinstance(arguments, Mapping):
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
         raise ValueError(f"a call is {call!a:.100}; it must have a name and arguments")
-    read = {"name": given["name"], "arguments": dict(cast("Mapping[str, Any]", arguments))}
+    read = {"name": function["name"], "arguments": dict(cast("Mapping[str, Any]", arguments))}
     sampled_id = item.get("id")
     return {"id": sampled_id, **read} if isinstance(sampled_id, str) and sampled_id else read

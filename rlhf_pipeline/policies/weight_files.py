@@ -23,10 +23,10 @@ def named_write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        found = _OS_ERROR.search(str(error))
-        if found is None:
+        match = _OS_ERROR.search(str(error))
+        if match is None:
             raise OSError(f"{folder}: {error}") from error
-        number = int(found[1])
+        number = int(match[1])
         raise OSError(number, os.strerror(number), str(folder)) from error
 
 
@@ -82,9 +82,9 @@ def copy_into(target: Tensor, value: Tensor) -> None:
     sharded: Any = target
     # Every process has read the whole value, so there is nothing to send.
     whole = value.to(device=sharded.device, dtype=sharded.dtype)
-    own: Any = distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None)
+    shard: Any = distribute_tensor(whole, sharded.device_mesh, placements, src_data_rank=None)
     if isinstance(target, DTensor):
-        target.to_local().copy_(own.to_local())
+        target.to_local().copy_(shard.to_local())
 
 
 def _load_adapters(path: Path, model: nn.Module) -> None:

@@ -348,7 +348,7 @@ class Gatherer:
             of_episodes = np.add.reduceat(counts, bounds[:-1]) if len(ends) < n else counts
             each = np.split(values.get(column_name(TURN_REWARDS), np.empty(0)), of_episodes.cumsum()[:-1])
             rewards = [each[member].tolist() for member in members.tolist()]
-        named = {name: values[name][ends[members]] for name in values if name.startswith("reward_")}
+        by_reward = {name: values[name][ends[members]] for name in values if name.startswith("reward_")}
         graded = graded_groups(
             scores,
             torch.from_numpy(codes[ends[members]].astype(np.int64)),
@@ -356,7 +356,7 @@ class Gatherer:
             None,
             turns=rewards,
             turn_discount=how.turn_discount,
-            named_rewards=self._named(named),
+            named_rewards=self._named(by_reward),
         )
         if len(ends) < n:
             turns = torch.from_numpy(counts[at]) if name in schema else None
@@ -400,7 +400,7 @@ def _episode_columns(batch: Batch, schema: Schema) -> dict[Key, Flat]:
     values: dict[str, Any] = dict(batch.values)
     if str(EPISODE_SIZE) not in values:
         return {}
-    found: dict[Key, Flat] = {
+    columns: dict[Key, Flat] = {
         key: Flat(torch.from_numpy(np.array(values[str(key)], np.int64)))
         for key in (EPISODE_ID, EPISODE_ROW, EPISODE_SIZE)
     }
@@ -408,8 +408,8 @@ def _episode_columns(batch: Batch, schema: Schema) -> dict[Key, Flat]:
         name = column_name(key)
         if name in values:
             lengths = torch.from_numpy(batch.lengths[str(schema[name].axis)])
-            found[key] = Flat(torch.from_numpy(np.array(values[name])), lengths)
-    return found
+            columns[key] = Flat(torch.from_numpy(np.array(values[name])), lengths)
+    return columns
 
 
 def _axis(schema: Schema) -> str:

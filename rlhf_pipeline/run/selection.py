@@ -154,8 +154,8 @@ def choose(replay: Replay, limits: Limits) -> Choice:
     folders = stores_of(replay)
     with open_sources(folders) as stores:
         parts = [_choose_from(store, replay, limits) for store in stores]
-    found = [part for part in parts if len(part.row)]
-    if not found or (replay.weights and len(found) < len(parts)):
+    filled = [part for part in parts if len(part.row)]
+    if not filled or (replay.weights and len(filled) < len(parts)):
         empty = [part for part in parts if not len(part.row)]
         raise DataError("; ".join(part.why_empty for part in empty))
     trajectory_shifts = _shifts([part.trajectory_id for part in parts])
@@ -198,9 +198,11 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
     # A filter decides by the last row of an episode, which has its reward; the others follow it.
     ids, num_unscored = learnable.row_ids, learnable.num_unscored
     ids, _ = whole_episodes(store, ids[stored_last_rows(store, ids)])
-    named, groups = numbered(store, "trajectory_id", ids), numbered(store, "group_id", ids)
-    if len(np.unique(named)) < len(named):
-        named = np.arange(len(named))  # numbers that start again in each group do not identify trajectories
+    trajectories, groups = numbered(store, "trajectory_id", ids), numbered(store, "group_id", ids)
+    if len(np.unique(trajectories)) < len(trajectories):
+        trajectories = np.arange(
+            len(trajectories)
+        )  # numbers that start again in each group do not identify trajectories
     _, first, member = np.unique(groups, return_index=True, return_inverse=True)
     order = np.argsort(first[member], kind="stable")
     ids = ids[order]
@@ -219,7 +221,7 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
     )
     part = _Part(
         row=ids,
-        trajectory_id=named[order],
+        trajectory_id=trajectories[order],
         group_id=groups[order],
         tokens=tokens,
         source=source,

@@ -414,14 +414,14 @@ def _episode_scores(batch: Trajectories, reward: Flat, bounds: Sequence[int], ep
         returns, lengths, before, rounding = (segment_sum(values, sizes) for values in scores)
         return MemberScores(returns, lengths.to(torch.int64), before, rounding)
     scores = scores.take(last)
-    spans, other = batch.get(TURN_SPANS), other_rewards(batch, sizes, counted)
+    spans, excluded = batch.get(TURN_SPANS), other_rewards(batch, sizes, counted)
     returns = scores.returns
     if counted == "skyrl" and reward.lengths is not None and isinstance(spans, Flat) and spans.lengths is not None:
         begins = spans.values[spans.lengths.cumsum(0) - 1, 0]  # a row ends with a turn of the policy
         place = torch.arange(len(reward.values)) - spread(reward.lengths.cumsum(0) - reward.lengths, reward.lengths)
         newest = torch.where(place >= spread(begins, reward.lengths), reward.values.double().reshape(-1), 0.0)
         returns = segment_sum(newest, reward.lengths)[last]
-    return MemberScores(returns - other, scores.lengths, scores.task - other, scores.rounding)
+    return MemberScores(returns - excluded, scores.lengths, scores.task - excluded, scores.rounding)
 
 
 def other_rewards(batch: Trajectories, sizes: Tensor, counted: str) -> Tensor:
@@ -453,16 +453,16 @@ def with_penalty(
         eps: of the dtype that the models compute in.
         task: float64 `[n]`, the rewards before the penalty; None takes those of the batch.
     """
-    coef, given, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
+    coef, stored_reward, log_probs = batch.get(KL_COEF), batch.get(TASK_REWARD), batch.get(LOG_PROBS)
     if (
         isinstance(coef, Flat)
         and bool((coef.values > 0).any())
-        and isinstance(given, Flat)
+        and isinstance(stored_reward, Flat)
         and isinstance(log_probs, Flat)
         and log_probs.lengths is not None
-        and coef.values.numel() == given.values.numel() == log_probs.lengths.numel() == returns.numel()
+        and coef.values.numel() == stored_reward.values.numel() == log_probs.lengths.numel() == returns.numel()
     ):
-        before = given.values.reshape(-1).double() if task is None else task
+        before = stored_reward.values.reshape(-1).double() if task is None else task
         weights = coef.values.reshape(-1)
         rounding = penalty_rounding(weights, before, log_probs.values, log_probs.lengths, lengths=lengths, eps=eps)
         return MemberScores(returns, lengths, before, rounding)
@@ -501,14 +501,14 @@ class Graded(NamedTuple):
             turns: int64, the turns in each row, which then has the advantages of its own turns; None if they are not
                 told apart.
         """
-        found = self.take(spread(torch.arange(len(sizes)), sizes))
+        graded = self.take(spread(torch.arange(len(sizes)), sizes))
         if self.turns is None or turns is None:
-            return found
+            return graded
         each = list(torch.cat(self.turns).split(turns.tolist()))
         largest = [
             one[one.abs().argmax()].double() if len(one) else torch.zeros((), dtype=torch.float64) for one in each
         ]
-        return found._replace(advantages=torch.stack(largest), turns=each)
+        return graded._replace(advantages=torch.stack(largest), turns=each)
 
     def followed_by(self, waits: Sequence[Member]) -> Graded:
         """Append trajectories that have no advantage yet; their returns are exact, so all become float64."""

@@ -38,21 +38,21 @@ _verified: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 def verified_parts(parts: ModelParts) -> ModelParts:
     """Return the parts with the way of masking that gives this model's own hidden states."""
-    own = _verified.get(parts.trunk)
-    if own is None:
-        own = _find_masking(parts)
-        _verified[parts.trunk] = own
-    return dataclasses.replace(parts, builds_own_mask=own)
+    builds_mask = _verified.get(parts.trunk)
+    if builds_mask is None:
+        builds_mask = _find_masking(parts)
+        _verified[parts.trunk] = builds_mask
+    return dataclasses.replace(parts, builds_own_mask=builds_mask)
 
 
 def _find_masking(parts: ModelParts) -> bool:
     # A mask built by the model is slower, but every model supports it.
     ways, precise = (parts.builds_own_mask, True), _first_layers(parts)
-    own, gap, problem = first_right(parts, ways, _through_slots)
-    if own is not None and precise is not None:
-        own, gap, problem = first_right(precise, (own, True), _through_slots)
-    if own is not None:
-        return own
+    builds_mask, gap, problem = first_right(parts, ways, _through_slots)
+    if builds_mask is not None and precise is not None:
+        builds_mask, gap, problem = first_right(precise, (builds_mask, True), _through_slots)
+    if builds_mask is not None:
+        return builds_mask
     if gap is None:
         # Diverged weights: the sampler reports them when it sees their logits.
         return parts.builds_own_mask
@@ -76,11 +76,11 @@ def first_right(
         gap, problem = float("inf"), None
         for way in ways:
             try:
-                found = through(parts, way)
+                hidden = through(parts, way)
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
                 problem = error
                 continue
-            gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+            gap = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
             # Padding that reaches a state can change it by little.
             if gap < rounding(parts.head.weight, fine=1e-4 if parts.num_states else 1e-3, coarse=0.1):
                 return way, gap, problem
@@ -132,7 +132,7 @@ def _plain_states(parts: ModelParts) -> Tensor:
 
 
 @torch.inference_mode()
-def _through_slots(parts: ModelParts, own: bool) -> Tensor:
+def _through_slots(parts: ModelParts, builds_mask: bool) -> Tensor:
     """Return the same states by prefill and single steps on two slots."""
     tokens, lengths, _ = probe(parts)
     device = tokens.device
@@ -143,7 +143,7 @@ def _through_slots(parts: ModelParts, own: bool) -> Tensor:
     cache = SlotCache(parts.num_layers, parts.num_states, **sizes, device=device)
     cache.begin(0, rows=0, to_come=2)
     cache.insert(rows, states, rows)
-    decode = DecodeStep(dataclasses.replace(parts, builds_own_mask=own), cache)
+    decode = DecodeStep(dataclasses.replace(parts, builds_own_mask=builds_mask), cache)
     for step in range(_NEW):
         cache.open_window(2, longest + step)
         out.append(decode.feed(tokens[rows, lengths + step], lengths + step))

@@ -194,9 +194,9 @@ class HTTPEngine:
 
     def _server(self) -> _Server:
         """Return what the server reports about itself, checked; asked again only after a connection broke."""
-        known = self._known
-        if known is not None:
-            return known
+        server = self._known
+        if server is not None:
+            return server
         status, info = self._ask_status("GET", "/server_info?config_format=json")
         if status != 200 or not isinstance(info, dict):
             raise EngineError(
@@ -318,13 +318,13 @@ class HTTPEngine:
         body: dict[str, Any] | None,
         *,
         timeout: float | None,
-        held: list[http.client.HTTPConnection] | None = None,
+        connections: list[http.client.HTTPConnection] | None = None,
     ) -> tuple[int, Any]:
         """Send one request and return the reply's status and its JSON, or its text if it is not JSON."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=timeout)
-        if held is not None:
-            held.append(connection)
+        if connections is not None:
+            connections.append(connection)
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, path, data, {"content-type": "application/json"})
@@ -334,8 +334,8 @@ class HTTPEngine:
             raise _Unreachable(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
-            if held is not None:
-                held.remove(connection)
+            if connections is not None:
+                connections.remove(connection)
         try:
             return reply.status, json.loads(raw) if raw else None
         except ValueError:
@@ -449,7 +449,7 @@ class _ServerCall:
                         "/inference/v1/generate",
                         {"request_id": name, "token_ids": job.tokens, "sampling_params": job.sampling},
                         timeout=None,
-                        held=self._held,
+                        connections=self._held,
                     )
                 if status < 500:
                     self._heard = time.monotonic()
@@ -509,11 +509,11 @@ class _ServerCall:
             raise ValueError(f"{len(tokens)} tokens, at most {limit}, with the finish reason {reason!r}")
         versions: list[int] = []
         if self.versioned and tokens:
-            said = choice["weight_versions"]
-            starts = [int(span["start"]) for span in said]
-            if not starts or starts[0] != 0 or starts != sorted(set(starts)) or said[-1]["end"] != len(tokens):
-                raise ValueError(f"weight_versions {said} of {len(tokens)} tokens")
-            for span, start, end in zip(said, starts, [*starts[1:], len(tokens)], strict=True):
+            spans = choice["weight_versions"]
+            starts = [int(span["start"]) for span in spans]
+            if not starts or starts[0] != 0 or starts != sorted(set(starts)) or spans[-1]["end"] != len(tokens):
+                raise ValueError(f"weight_versions {spans} of {len(tokens)} tokens")
+            for span, start, end in zip(spans, starts, [*starts[1:], len(tokens)], strict=True):
                 versions += [self._engine.version_of(span["version"])] * (end - start)
         return Row(tokens, [entry["logprob"] for entry in content], versions, reason)
 

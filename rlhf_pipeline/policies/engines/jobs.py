@@ -57,8 +57,8 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
     for prompt, stream in enumerate(request.streams()):
         # 62 bits: vLLM takes a signed seed and increments it for each member.
         base = int(stream_keys(request.seed, [stream], [0])[0] >> np.uint64(2))
-        own = limits[prompt * size : (prompt + 1) * size]
-        cuts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), size]
+        prompt_limits = limits[prompt * size : (prompt + 1) * size]
+        cuts = [0, *(np.flatnonzero(np.diff(prompt_limits)) + 1).tolist(), size]
         for begin, end in itertools.pairwise(cuts):
             for first in range(begin, end, most):
                 members = min(most, end - first)
@@ -67,7 +67,7 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
                     "temperature": request.temperature,
                     "top_p": 1.0,
                     "top_k": -1,
-                    "max_tokens": int(own[first]),
+                    "max_tokens": int(prompt_limits[first]),
                     "stop_token_ids": [int(token) for token in request.end_token_ids],
                     "ignore_eos": True,
                     "logprobs": 0,
@@ -131,12 +131,12 @@ def with_head(folder: Path) -> Iterator[Path]:
     if embedding is None:
         yield folder
         return
-    with TemporaryDirectory(prefix=".engine-", dir=folder.parent) as made:
+    with TemporaryDirectory(prefix=".engine-", dir=folder.parent) as copy:
         for file in files:
-            (Path(made) / file.name).symlink_to(file.resolve())
-        (Path(made) / "config.json").symlink_to((folder / "config.json").resolve())
-        save_file({_HEAD: embedding}, Path(made) / "head.safetensors")
-        yield Path(made)
+            (Path(copy) / file.name).symlink_to(file.resolve())
+        (Path(copy) / "config.json").symlink_to((folder / "config.json").resolve())
+        save_file({_HEAD: embedding}, Path(copy) / "head.safetensors")
+        yield Path(copy)
 
 
 _HEAD = "lm_head.weight"
@@ -145,13 +145,13 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.wei
 
 def _embedding(files: Sequence[Path]) -> Tensor | None:
     """Return the input embedding that serves as the head; None if there is a head, or if no embedding is found."""
-    found: Tensor | None = None
+    embedding: Tensor | None = None
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             names: list[str] = list(tensors.keys())
             if _HEAD in names:
                 return None
             for name in names:
-                if found is None and _EMBEDDING.search(name):
-                    found = tensors.get_tensor(name)
-    return found
+                if embedding is None and _EMBEDDING.search(name):
+                    embedding = tensors.get_tensor(name)
+    return embedding

@@ -286,12 +286,12 @@ class EngineRollout:
 
     def places_of(self, owners: Int64Array) -> list[tuple[Prefilled, npt.NDArray[np.bool_], Int64Array]]:
         """Return each batch that holds any of these prompts, with a mask of those it holds and their rows in it."""
-        found = []
+        places = []
         for batch in self.batches:
             mine = (owners >= batch.first_prompt) & (owners <= batch.last_prompt)
             if mine.any():
-                found.append((batch, mine, owners[mine] - batch.first_prompt))
-        return found
+                places.append((batch, mine, owners[mine] - batch.first_prompt))
+        return places
 
     def _prefill_next(self) -> None:
         """Run the next prompts through the trunk: at least one, and as many as fit the budget."""

@@ -236,8 +236,8 @@ def sample_truncated(
     ([0, 1], [0.625, 0.375], [0.8, 0.8])
     """
     probs = torch.softmax(logits.div_(temperature), dim=-1)
-    kept = min(truncation.top_k or probs.shape[1], probs.shape[1])
-    probs, ids = probs.topk(kept, dim=-1) if kept < probs.shape[1] else probs.sort(dim=-1, descending=True)
+    num_tokens = min(truncation.top_k or probs.shape[1], probs.shape[1])
+    probs, ids = probs.topk(num_tokens, dim=-1) if num_tokens < probs.shape[1] else probs.sort(dim=-1, descending=True)
     cdf = probs.cumsum(1, dtype=torch.float64)
     inside = (cdf - probs < truncation.top_p * cdf[:, -1:]) & (probs >= truncation.min_p * probs[:, :1])
     inside[:, 0] = True

@@ -186,8 +186,8 @@ class _SlotLayer(CacheLayer):
 
     def show(self, rows: int) -> None:
         """Let the model see the states of the first rows."""
-        for (kind, i), held in self.held.items():
-            getattr(self, kind)[i] = held[:rows]
+        for (kind, i), tensor in self.held.items():
+            getattr(self, kind)[i] = tensor[:rows]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
@@ -287,8 +287,8 @@ class SlotCache(LayerCache):
             if layer.keys is not None and layer.values is not None:
                 layer.keys[target, :, window] = layer.keys[source, :, window]
                 layer.values[target, :, window] = layer.values[source, :, window]
-            for held in layer.held.values():
-                held[target] = held[source]
+            for tensor in layer.held.values():
+                tensor[target] = tensor[source]
 
     def insert(self, target: Tensor, states: States, source: Tensor) -> None:
         """Copy prompts into slots, so that each ends right before the shared column.

@@ -459,9 +459,9 @@ class SlotRun(EngineRollout):
             return tokens.numpy(), log_probs.numpy(), None if log_mass is None else log_mass.numpy()
         # One transfer; float64 holds all of them exactly.
         parts = (tokens, log_probs) if log_mass is None else (tokens, log_probs, log_mass)
-        found = torch.stack([part.double() for part in parts]).cpu().numpy()
-        floats = found[1:].astype(np.float32)
-        return found[0].astype(np.int64), floats[0], None if log_mass is None else floats[1]
+        drawn = torch.stack([part.double() for part in parts]).cpu().numpy()
+        floats = drawn[1:].astype(np.float32)
+        return drawn[0].astype(np.int64), floats[0], None if log_mass is None else floats[1]
 
     def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_], stored: Int64Array) -> Int64Array:
         """Give every unfinished row a slot `0 .. k - 1`, moving and inserting rows as needed; return each slot's row.
@@ -478,19 +478,19 @@ class SlotRun(EngineRollout):
         holes = np.flatnonzero(slot_row < 0)
         slot_row[holes] = homeless
         movers = int((homeless < old).sum())
-        kept = stored[going[going < old]]
-        longest = int(kept.max()) if len(kept) else 0
+        continued = stored[going[going < old]]
+        longest = int(continued.max()) if len(continued) else 0
         if movers:
             self.cache.move(self.upload(homeless[:movers]), self.upload(holes[:movers]), longest)
         starting, slots = new[homeless[movers:] - old], holes[movers:]
         owners = self.prompt_of[starting]
-        found = self.places_of(owners)
+        places = self.places_of(owners)
         widest = max(
-            (pair[0].shape[2] for batch, _, _ in found for pair, _ in batch.states if pair is not None), default=0
+            (pair[0].shape[2] for batch, _, _ in places for pair, _ in batch.states if pair is not None), default=0
         )
         to_come = len(starting) + self.to_come
         self.cache.begin(longest, rows=total - len(starting), to_come=to_come, widest=widest)
-        for batch, mine, at in found:
+        for batch, mine, at in places:
             self.cache.insert(self.upload(slots[mine]), batch.states, self.upload(at))
         self.stored = stored[slot_row]
         return slot_row
@@ -674,5 +674,5 @@ class _Turns(SlotRun):
         if not places:
             return {}
         with self.engine.gate.standing_aside():
-            found = self.partner.fetch(places, lambda: not self.must_end())
-        return {} if found is None else dict(found)
+            answers = self.partner.fetch(places, lambda: not self.must_end())
+        return {} if answers is None else dict(answers)
