@@ -27,7 +27,7 @@ from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.causes import Causes, cause_of, messages
 from rlhf_pipeline.report.figures import figure_of
 from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, values_of
-from rlhf_pipeline.report.scans import Matches, all_rows, by_version, page_of, rows_with, text_counts
+from rlhf_pipeline.report.scans import MatchingRows, all_rows, by_version, page_of, rows_with, text_counts
 from rlhf_pipeline.report.steps import groups_of, num_groups, uses_of
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.report.tokens import TokenTexts
@@ -76,7 +76,7 @@ class _Search:
     """How far a search has come, newest rows first, and what it has found."""
 
     left: Iterator[tuple[Ids, int]]
-    among: Matches
+    among: MatchingRows
     """The rows that meet the conditions."""
     match_places: list[Ids] = field(default_factory=list[Ids])
     """Places of hits in the order of arrival, ascending within a part and the newest part first."""
@@ -85,10 +85,10 @@ class _Search:
     """Rows from this place on were looked at."""
 
     @property
-    def matches(self) -> Matches:
+    def matches(self) -> MatchingRows:
         """The rows that were found so far."""
         places = np.concatenate([np.zeros(0, np.int64), *self.match_places[::-1]])
-        return Matches(self.among.arrivals, places)
+        return MatchingRows(self.among.arrivals, places)
 
     def go_on(self, seconds: float, enough: int | None) -> None:
         """Search for some seconds, or until there are enough hits and the shorter time has passed."""
@@ -290,7 +290,13 @@ class View:
         }
 
     def _search(
-        self, text: str, column: str, where: Sequence[str], prompt_of: int | None, among: Matches, snapshot: int | None
+        self,
+        text: str,
+        column: str,
+        where: Sequence[str],
+        prompt_of: int | None,
+        among: MatchingRows,
+        snapshot: int | None,
     ) -> _Search:
         """Return the search for a text as far as it has come; the last few are kept."""
         watermark = self.stored.store.watermark if snapshot is None else snapshot
@@ -315,7 +321,7 @@ class View:
             conditions.append(f'prompt=="{self._prompt_of(prompt_of).decode()}"')
         return conditions
 
-    def _meeting(self, where: Sequence[str], prompt_of: int | None, among: Matches) -> Matches:
+    def _meeting(self, where: Sequence[str], prompt_of: int | None, among: MatchingRows) -> MatchingRows:
         if where:
             among = among.meeting(lambda ids: meets(self.stored.store, where, ids))
         if prompt_of is not None:
@@ -815,13 +821,13 @@ class View:
         """Return the rows of the ledger as they are now, `StepRows`; empty for a store alone."""
         return self.run.rows(self.run.ledger_file) if self.run is not None else ()
 
-    def _rows(self, snapshot: int | None) -> Matches:
+    def _rows(self, snapshot: int | None) -> MatchingRows:
         """Return all rows, or those of an earlier watermark."""
         arrivals = self.stored.store.arrivals()
         if snapshot is not None:
             evicted = self.stored.store.watermark - len(arrivals)
             arrivals = arrivals.between(0, max(snapshot - evicted, 0))
-        return Matches(arrivals)
+        return MatchingRows(arrivals)
 
     def _floats(self, name: str, ids: Ids) -> npt.NDArray[np.float64]:
         values = self.stored.scalars(name, ids)

@@ -20,7 +20,7 @@ _MOST_VALUES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Matches:
+class MatchingRows:
     """Some of the rows of a store, in the order of arrival; a slice gives their ids."""
 
     arrivals: Arrivals
@@ -40,7 +40,7 @@ class Matches:
         for first in range(0, len(self), _BLOCK_ROWS):
             yield self[first : first + _BLOCK_ROWS]
 
-    def meeting(self, condition: Callable[[Ids], npt.NDArray[np.bool_]]) -> Matches:
+    def meeting(self, condition: Callable[[Ids], npt.NDArray[np.bool_]]) -> MatchingRows:
         """Return those that meet a condition, a function of ids that returns a mask."""
         places, first = [np.zeros(0, np.int64)], 0
         for ids in self.parts():
@@ -49,7 +49,7 @@ class Matches:
         chosen = np.concatenate(places)
         if len(chosen) == len(self):
             return self
-        return Matches(self.arrivals, chosen if self.positions is None else self.positions[chosen])
+        return MatchingRows(self.arrivals, chosen if self.positions is None else self.positions[chosen])
 
     def count(self, condition: Callable[[Ids], npt.NDArray[np.bool_]]) -> int:
         """Return how many meet a condition."""
@@ -61,9 +61,9 @@ class Matches:
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def all_rows(stored: Stored) -> Matches:
+def all_rows(stored: Stored) -> MatchingRows:
     """Return all rows of a store as of its last refresh."""
-    return Matches(stored.store.arrivals())
+    return MatchingRows(stored.store.arrivals())
 
 
 def rows_with(stored: Stored, name: str, value: int) -> Ids:
@@ -73,7 +73,7 @@ def rows_with(stored: Stored, name: str, value: int) -> Ids:
     return all_rows(stored).meeting(lambda ids: stored.store.read_scalars(name, ids) == value)[:]
 
 
-def page_of(stored: Stored, matches: Matches, sort: str, offset: int, limit: int) -> Ids:
+def page_of(stored: Stored, matches: MatchingRows, sort: str, offset: int, limit: int) -> Ids:
     """Return a page of ids in an order; no more values than the page needs are kept. NaN comes last.
 
     Args:
@@ -103,7 +103,7 @@ def page_of(stored: Stored, matches: Matches, sort: str, offset: int, limit: int
     return best_ids[np.argsort(best_values, kind="stable")][offset : offset + limit]
 
 
-def text_counts(stored: Stored, name: str, matches: Matches) -> dict[str, int]:
+def text_counts(stored: Stored, name: str, matches: MatchingRows) -> dict[str, int]:
     """Count a text column's values by their bytes, the most frequent first."""
     counts: Counter[bytes] = Counter()
     for ids in matches.parts() if name in stored.columns else ():

@@ -93,7 +93,7 @@ class MadeHere(_Collected):
         )
 
 
-class Arrivals(_Collected):
+class ArrivedRollouts(_Collected):
     """Rollouts that other processes store, in the order of arrival."""
 
     def __init__(

@@ -17,7 +17,7 @@ from rlhf_pipeline.run.processes.weights import Published, publish, read_publish
 from rlhf_pipeline.run.rows import Row
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import stop_on_signals
-from rlhf_pipeline.run.sources import Arrivals
+from rlhf_pipeline.run.sources import ArrivedRollouts
 
 
 def learn(job: Run, *, parent: int | None = None, on_event: EventHandler = ignore_events) -> RunFinished:
@@ -54,7 +54,7 @@ def learn(job: Run, *, parent: int | None = None, on_event: EventHandler = ignor
             open_rollouts(run) as rollouts,
             open_awaited(pipeline, models.policy, run=run, heartbeat=heartbeat, on_event=on_event) as evaluations,
         ):
-            source = Arrivals(pipeline, parts, rollouts, run, heartbeat, on_event)
+            source = ArrivedRollouts(pipeline, parts, rollouts, run, heartbeat, on_event)
             publisher = _Publisher(pipeline, parts, source, evaluations, run, on_event)
             loop = Loop(
                 job,
@@ -89,7 +89,7 @@ class _Publisher:
         self,
         pipeline: Pipeline,
         parts: Parts,
-        source: Arrivals,
+        source: ArrivedRollouts,
         evaluations: RemoteEvaluations | None,
         run: RunFolder,
         on_event: EventHandler,
