@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.policies.engines import rollout
 from rlhf_pipeline.policies.engines.protocol import WeightRefresh
 from rlhf_pipeline.policies.engines.sampling import stream_keys, uniforms
-from rlhf_pipeline.policies.model_parts import recomputes
+from rlhf_pipeline.policies.engines.slot_cache import prefill
+from rlhf_pipeline.policies.model_parts import ModelParts, recomputes
 from rlhf_pipeline.policies.token_policy import Completion, TokenPolicy
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
@@ -150,6 +152,38 @@ def test_many_prompts_of_one_member_prefill_in_batches(make_model: Make, oracle:
     for c in completions:
         exact = oracle(model, prompts[c.prompt_index] + c.token_ids)[-len(c.token_ids) :]
         assert float((exact - c.log_probs).abs().max()) < 1e-5
+
+
+def test_results_do_not_depend_on_the_size_of_a_prefill_pass(make_model: Make, monkeypatch) -> None:
+    """A GPU takes more prompts in a pass than a CPU; their forward passes are counted."""
+    model = make_model("qwen2")
+    prompts = [[2 + (place + column) % 90 for column in range(1 + place % 7)] for place in range(20)]
+    found: list[list[Completion]] = []
+    passes: list[int] = []
+    for most in (1, 30, 1 << 20):
+        monkeypatch.setattr(rollout, "prefill_tokens", lambda width, device, most=most: most)
+        prefilled = counted(monkeypatch)
+        policy = TokenPolicy(model, eos_token_id=[], num_slots=4)
+        found.append(policy.generate_groups(prompts, group_size=2, max_new_tokens=5, seed=3))
+        passes.append(len(prefilled))
+        monkeypatch.undo()
+    assert passes == [20, 5, 1]  # prompts of 1 to 7 tokens: the widest times their number is at most 30
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert a.token_ids == b.token_ids
+            torch.testing.assert_close(a.log_probs, b.log_probs, rtol=0, atol=1e-5)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of prompts of each prefill pass."""
+    sizes: list[int] = []
+
+    def counting(parts: ModelParts, ids: torch.Tensor, lengths: torch.Tensor) -> object:
+        sizes.append(len(ids))
+        return prefill(parts, ids, lengths)
+
+    monkeypatch.setattr(rollout, "prefill", counting)
+    return sizes
 
 
 def test_diverged_weights_are_named(make_model: Make) -> None:
