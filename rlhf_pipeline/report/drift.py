@@ -7,6 +7,7 @@ each member against its group's, and the beginning of a continued conversation a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ def turns_problem(
 def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
     """Yield the conversations that are not what was sampled, as far as a store can tell: row id and why."""
     if set(_NEEDED) <= set(stored.columns):
-        prompts: dict[int, bytes] = {}
+        prompts: dict[int, tuple[bytes, int]] = {}
         for ids in stored.blocks():
             ids = ids[stored.store.lengths("turn_spans", ids) > 0]
             rows = stored.store.read(ids, [*_NEEDED, "input_ids", "group_id"])
@@ -64,14 +65,25 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
                 columns = [rows[name][i] for name in _NEEDED]
                 problem, group = turns_problem(*columns), int(rows["group_id"][i])
                 prompt = rows["input_ids"][i][: columns[-1]].tobytes()
-                if problem is None and alone[i] and group >= 0 and prompts.setdefault(group, prompt) != prompt:
-                    problem = f"its prompt has other tokens than that of another member of group {group}"
+                if problem is None and alone[i] and group >= 0:
+                    before, other = prompts.setdefault(group, (prompt, row))
+                    if before != prompt and _asked_alike(stored, other, row):
+                        problem = f"its prompt has other tokens than that of another member of group {group}"
                 if problem is not None:
                     yield row, problem
     if EPISODE_SIZE in stored.columns:
         yield from _without_all_rows(stored)
     if {"parent_id", "trajectory_id", "num_prompt_tokens"} <= set(stored.columns):
         yield from _continued(stored)
+
+
+def _asked_alike(stored: Stored, one: int, other: int) -> bool:
+    """Return whether two members began with the same messages; an agent program may show others to each."""
+    if "meta" not in stored.columns:
+        return True
+    metas = [json.loads(text or "{}") for text in stored.store.read(np.array([one, other]), ["meta"])["meta"]]
+    asked = [meta.get("messages", [])[: meta.get("graded", {}).get("num_asked")] for meta in metas]
+    return asked[0] == asked[1]
 
 
 def _without_all_rows(stored: Stored) -> Iterator[tuple[int, str]]:

@@ -14,10 +14,24 @@ import httpx
 import numpy as np
 import pytest
 
-from rlhf_pipeline import AgentProgram, Collect, Prompt, Step, Turn, scratch_policy
+from rlhf_pipeline import (
+    AgentProgram,
+    Collect,
+    Learn,
+    Pipeline,
+    Prompt,
+    Prompts,
+    Step,
+    TinyPolicy,
+    Turn,
+    scratch_policy,
+)
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
 from rlhf_pipeline.data.keys import POLICY_ROLE
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.report.drift import drifted
+from rlhf_pipeline.report.stored import Stored
+from rlhf_pipeline.run.start import run as run_pipeline
 from rlhf_pipeline.user_code.runtime import process_runtime
 from tests.rlhf_pipeline.small import CHAT_TEMPLATE, talker
 
@@ -457,6 +471,34 @@ def test_a_template_that_rewrites_the_turns_of_a_program():
     np.testing.assert_array_equal(log_probs_of(asked), log_probs_of(answered))
     assert {len(one.sampled_rows) for one in asked} > {1}
     assert {one.edited_histories for one in asked} == {0}
+
+
+@pytest.mark.slow
+def test_members_may_begin_with_other_messages(tmp_path):
+    """A program that shows each member something else: the rows are stored, and nothing is reported as damage."""
+    counts = iter(range(1000))
+
+    async def program(base_url: str, api_key: str, prompt: Prompt) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": f"{next(counts)}+{prompt.text}"}]
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+        return float("1" in answer.choices[0].message.content)
+
+    letters = TinyPolicy(
+        alphabet="0123456789+UAT:\n", hidden_size=16, num_layers=1, num_heads=2, chat_template=CHAT_TEMPLATE
+    )
+    pipeline = Pipeline(
+        name="others",
+        policy=letters,
+        prompts=Prompts(rows=[{"question": str(number), "answer": ""} for number in range(4)]),
+        environment=AgentProgram(program, has_effects=True),
+        collect=Collect(prompts_per_rollout=2, group_size=2, max_new_tokens=4),
+        learn=Learn(steps=2),
+    )
+    run_pipeline(pipeline, run_dir=tmp_path / "run")
+    with Stored(tmp_path / "run" / "store") as stored:
+        assert len(stored.store) == 8
+        assert [*drifted(stored)] == []
 
 
 def test_several_choices_are_rows():
