@@ -73,11 +73,14 @@ def by_areal(recorder: TrajectoryRecorder) -> Take:
     """The wrapped workflow."""
 
     def take(number: int, attempt: int) -> None:
-        for i in range(2):
-            rows = [9, *_tokens(attempt, number, i)]
-            made = peers.episode(rows, [0, 1, 1, 1], [0, -1, -1, -1], [-1, 1, 1, 1], 1.0)
-            workflow = areal.RecordingWorkflow(peers.Workflow([made]), recorder)
-            asyncio.run(workflow.arun_episode(None, {"query_id": number}))
+        rows = [[9, *_tokens(attempt, number, i)] for i in range(2)]
+        made = [peers.episode(row, [0, 1, 1, 1], [0, -1, -1, -1], [-1, 1, 1, 1], 1.0) for row in rows]
+        workflow, data = areal.RecordingWorkflow(peers.Workflow(made), recorder), {"query_id": number}
+
+        async def grouped() -> None:
+            await asyncio.gather(*[workflow.arun_episode(None, data) for _ in range(2)])
+
+        asyncio.run(grouped())
 
     return take
 

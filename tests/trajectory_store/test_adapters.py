@@ -166,6 +166,11 @@ def test_areal_groups(recorder: TrajectoryRecorder):
 
     asyncio.run(epochs())
     assert sorted(Counter(columns(recorder)["group_id"].tolist()).values()) == [4, 4, 4]
+    for _ in range(3):  # another workflow, at the address of the one before
+        one = areal.RecordingWorkflow(peers.Workflow([peers.episode([1, 2], [0, 1], [0, -1], [-1, 5], 1.0)]), recorder)
+        asyncio.run(one.arun_episode(None, data))
+        del one
+    assert sorted(Counter(columns(recorder)["group_id"].tolist()).values()) == [1, 1, 1, 4, 4, 4]
     with pytest.raises(SchemaError, match="has no arun_episode"):
         areal.RecordingWorkflow(SimpleNamespace(run=None), recorder)
 
@@ -366,6 +371,8 @@ def test_stored_rows_are_served(tmp_path: Path, recorder: TrajectoryRecorder):
     assert trl.stored_reward(completions=[], stored_reward=found["stored_reward"]) == [1.0, 0.0, 1.0]
     with pytest.raises(BatchError, match="no rows of the prompt 'q' that may be learned from"):
         serve(["q"], None)
+    recorder.record(**rows, prompts=["q"] * 3, rewards=[None, 1.0, 0.5], groups=["q"] * 3, episodes=["a", "a", None])
+    assert trl.stored_rollouts(tmp_path / "store")(["q"] * 2, None)["completion_ids"] == [[6], [6]]
 
 
 def test_hooks_find_their_store_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,6 +22,7 @@ import asyncio
 import importlib
 import itertools
 import sys
+import uuid
 from collections.abc import Awaitable
 from typing import Any
 
@@ -66,7 +67,7 @@ class RecordingWorkflow:
                 "a workflow, such as areal.workflow.rlvr.RLVRWorkflow."
             )
         self.inner, self._recorder, self.temperature = inner, recorder, temperature
-        self._numbers = itertools.count()
+        self._id, self._numbers = uuid.uuid4().hex, itertools.count()
         self._asked: tuple[Any, int, str] | None = None
         """The task that asks for episodes, the identity of their data, and their group, until the first one begins."""
         for base in type(inner).__mro__:
@@ -85,7 +86,7 @@ class RecordingWorkflow:
         """Return what the workflow returns, once it is recorded."""
         asking = (_task(), id(data))
         if self._asked is None or self._asked[:2] != asking:
-            self._asked = (*asking, f"{id(self)}/{next(self._numbers)}")
+            self._asked = (*asking, str(next(self._numbers)))
         return self._run(engine, data, self._asked[2])
 
     async def _run(self, engine: Any, data: dict[str, Any], group: str) -> Any:
@@ -126,7 +127,7 @@ class RecordingWorkflow:
             evaluation=bool(getattr(context, "is_eval", False)),
             groups=[group] * num,
             episodes=[session] * num,
-            run_id=self.recorder.session_id,
+            run_id=self._id,  # the numbers of groups begin again in each workflow
             one_prompt=False,  # AReaL forms the groups, and a workflow may begin each episode differently
             metas=[
                 {"query_id": data.get("query_id", data.get("id")), "task_id": getattr(context, "task_id", None)}

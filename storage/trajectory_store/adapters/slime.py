@@ -71,7 +71,10 @@ def _flat(all_samples: Any) -> Iterator[tuple[Any, Hashable | None]]:
             siblings = list(item) if isinstance(item, (list, tuple)) else [item]
             for sample in siblings:
                 rollout = getattr(sample, "rollout_id", None)
-                yield sample, (id(item) if len(siblings) > 1 else None) if rollout is None else f"rollout {rollout}"
+                yield (
+                    sample,
+                    (id(item) if len(siblings) > 1 else None) if rollout is None else (sample.group_index, rollout),
+                )
 
 
 def _in_episodes(rows: list[tuple[Any, Hashable | None]]) -> list[tuple[Any, Hashable | None]]:

@@ -18,6 +18,7 @@ from trajectory_store.adapters.rewards import reward_part
 from trajectory_store.errors import BatchError, SchemaError
 from trajectory_store.recorder.learnable_rows import learnable_rows
 from trajectory_store.recorder.raw_rollout import text_of, weighted
+from trajectory_store.recorder.standard import EPISODE
 from trajectory_store.store import TrajectoryStore
 
 if TYPE_CHECKING:
@@ -266,7 +267,17 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
     """
     with TrajectoryStore.open(store, mode="r") as opened:
         names = ["input_ids", "num_prompt_tokens", "assistant_mask", "log_probs", "task_reward", "prompt", "group_id"]
-        rows = opened.read(learnable_rows(opened).row_ids, names)
+        row_ids = learnable_rows(opened).row_ids
+        if (size := EPISODE[2].name) in opened.schema:
+            single = opened.read_scalars(size, row_ids) == 1
+            if not single.all():
+                _log.warning(
+                    "%s: %d rows of episodes of several rows are not served: to TRL each row is a member of its group",
+                    store,
+                    np.count_nonzero(~single),
+                )
+            row_ids = row_ids[single]
+        rows = opened.read(row_ids, names)
     turns: dict[str, list[int]] = defaultdict(list)
     for place in np.argsort(rows["group_id"], kind="stable").tolist():
         turns[rows["prompt"][place]].append(place)
