@@ -346,6 +346,11 @@ class Catalog:
         self.problems.append(problem)
         self._tell(problem)
 
+    def warn_of_problems(self) -> None:
+        """Warn of what was noted without a warning, because an error named it that a caller has caught."""
+        for problem in self.problems:
+            self._tell(problem)
+
     def _tell(self, problem: str) -> None:
         """Warn of a problem, once."""
         if self._warn and problem not in self._told:

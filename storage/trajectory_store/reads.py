@@ -366,6 +366,7 @@ class StoreReads:
                     left = part[self.holds(part)] if every else part
                     if len(left) == len(part):
                         raise
+                    self._catalog.warn_of_problems()  # these rows are missing, and no error says so
                     part = left
 
     @following

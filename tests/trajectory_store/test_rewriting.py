@@ -15,6 +15,7 @@ from tests.damage import flip, flip_value
 from trajectory_store import Column, CorruptionError, TrajectoryStore, copy_rows
 from trajectory_store.adapters.trl import stored_rollouts
 from trajectory_store.cli import main
+from trajectory_store.options import Backend
 from trajectory_store.recorder.standard import standard_schema
 
 NAMED = "trajectories 35, 36, 37, 38, 39 cannot be read: seg-00000000"
@@ -106,6 +107,28 @@ def test_every_way_to_read_omits_or_rejects_damaged_rows(damaged: Path):
             read(store)
     with TrajectoryStore.open(damaged) as store:
         assert store.read([37], checked=False)["reward"].tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_a_read_of_all_rows_warns_of_those_that_it_omits(tmp_path: Path, backend: Backend):
+    """Also where it reads some rows at a time, and in the first pass, which finds the damage."""
+    pytest.importorskip("pyarrow", reason="tables need pyarrow")
+    path = tmp_path / "s"
+    with TrajectoryStore.create(path, [Column("reward", "float32")], backend=backend) as store:
+        for _ in range(20):
+            store.append({"reward": np.ones(5)})
+    file = path / "seg-00000000" / ("reward/c/0" if backend == "memmap" else "00000007.zip")
+    flip(file, 4 * 37 + 3 if backend == "memmap" else file.read_bytes().index(np.ones(5, np.float32).tobytes()) + 3, 7)
+    for read in (
+        lambda store: store.where("reward > 0"),
+        lambda store: store["reward"],
+        list,
+        lambda store: [row for batch in store.batches(7) for row in batch["reward"]],
+        lambda store: store.to_arrow(),
+        lambda store: store.to_pandas(),
+    ):
+        with TrajectoryStore.open(path) as store, pytest.warns(RuntimeWarning, match="5 rows are not served"):
+            assert len(read(store)) == 95
 
 
 def test_damaged_rows_are_not_served(tmp_path: Path):
