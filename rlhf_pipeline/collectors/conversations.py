@@ -207,8 +207,8 @@ class Conversation:
 
         The last one has the outcome; an environment may name another one, which is then the last.
         """
-        named = None if self.outcome_row is None else self.rows[self.outcome_row]
-        return sorted((one for one in self.rows if one.turns), key=lambda one: (one is named, one.turns[-1]))
+        last = None if self.outcome_row is None else self.rows[self.outcome_row]
+        return sorted((row for row in self.rows if row.turns), key=lambda row: (row is last, row.turns[-1]))
 
     def begin(
         self,

@@ -119,19 +119,20 @@ def whole_episodes(store: StoreReads, ids: Ints) -> tuple[Ints, Ints]:
     firsts, place = np.unique(ids - position, return_index=True)
     place = np.sort(place)
     firsts, sizes = (ids - position)[place], size[place]
-    found = np.repeat(firsts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
-    if len(found) > len(ids):
-        _check(store, found, np.repeat(place, sizes), ids)
-    return found, np.repeat(place, sizes)
+    row_ids = np.repeat(firsts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+    if len(row_ids) > len(ids):
+        _check(store, row_ids, np.repeat(place, sizes), ids)
+    return row_ids, np.repeat(place, sizes)
 
 
-def _check(store: StoreReads, found: Ints, place: Ints, ids: Ints) -> None:
-    there: Any = store.holds(found)
-    episodes = store.read_scalars(str(EPISODE_ID), ids)
-    if not there.all():
-        lacking = int(np.flatnonzero(~there)[0])
+def _check(store: StoreReads, row_ids: Ints, place: Ints, ids: Ints) -> None:
+    """Refuse episodes of which the store lacks a row."""
+    is_stored = np.asarray(store.holds(row_ids))
+    if not is_stored.all():
+        lacking = int(np.flatnonzero(~is_stored)[0])
+        episodes = store.read_scalars(str(EPISODE_ID), ids)
         raise DataError(
-            f"row {int(found[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, and an "
+            f"row {int(row_ids[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, and an "
             "episode is learned from with all of its rows. Look for damage: rlhf-pipeline verify"
         )
 

@@ -414,7 +414,7 @@ def _episode_scores(batch: Trajectories, reward: Flat, bounds: Sequence[int], ep
         returns, lengths, before, rounding = (segment_sum(values, sizes) for values in scores)
         return MemberScores(returns, lengths.to(torch.int64), before, rounding)
     scores = scores.take(last)
-    spans, excluded = batch.get(TURN_SPANS), other_rewards(batch, sizes, counted)
+    spans, excluded = batch.get(TURN_SPANS), uncounted_rewards(batch, sizes, counted)
     returns = scores.returns
     if counted == "skyrl" and reward.lengths is not None and isinstance(spans, Flat) and spans.lengths is not None:
         begins = spans.values[spans.lengths.cumsum(0) - 1, 0]  # a row ends with a turn of the policy
@@ -424,7 +424,7 @@ def _episode_scores(batch: Trajectories, reward: Flat, bounds: Sequence[int], ep
     return MemberScores(returns - excluded, scores.lengths, scores.task - excluded, scores.rounding)
 
 
-def other_rewards(batch: Trajectories, sizes: Tensor, counted: str) -> Tensor:
+def uncounted_rewards(batch: Trajectories, sizes: Tensor, counted: str) -> Tensor:
     """Return what an outcome has of turns that do not count, float64 `[k]`: the rewards of the turns add up to it.
 
     Args:

@@ -42,8 +42,8 @@ from rlhf_pipeline.transforms.groups import (
     Ints,
     Member,
     MemberScores,
-    other_rewards,
     shaped,
+    uncounted_rewards,
     with_penalty,
 )
 from trajectory_store import TrajectoryStore
@@ -175,11 +175,11 @@ class WaitingRows:
         self, read: Trajectories, returns: torch.Tensor, tokens: torch.Tensor, rows: Ints, sizes: torch.Tensor
     ) -> MemberScores:
         """Return the scores of stored episodes of several rows, each of which has the return of its episode."""
-        last, given = sizes.cumsum(0) - 1, read[TASK_REWARD]
-        assert isinstance(given, Flat)
+        last, rewards = sizes.cumsum(0) - 1, read[TASK_REWARD]
+        assert isinstance(rewards, Flat)
         is_last = torch.zeros(len(rows), dtype=torch.bool)
         is_last[last] = True
-        outcome = torch.where(is_last | given.values.isfinite(), given.values.double(), 0.0)
+        outcome = torch.where(is_last | rewards.values.isfinite(), rewards.values.double(), 0.0)
         of_rows = with_penalty(read, returns, tokens, self.eps, outcome)
         if self.episode_return == "sum":
             rounding, lengths = segment_sum(of_rows.rounding, sizes), segment_sum(tokens, sizes).to(torch.int64)
@@ -187,7 +187,7 @@ class WaitingRows:
         else:
             rounding, lengths = of_rows.rounding[last], tokens[last]
             turns = self.columns([column_name(TURN_REWARDS)], rows)
-            task = outcome[last] - other_rewards(turns, sizes, self.episode_return)
+            task = outcome[last] - uncounted_rewards(turns, sizes, self.episode_return)
         return MemberScores(returns[last], lengths, task if bool(rounding.any()) else returns[last], rounding)
 
     def check_new(self, members: Sequence[Member]) -> None:
