@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.cli.parser import add_fields, natural
-from rlhf_pipeline.errors import DefinitionError, typed
+from rlhf_pipeline.errors import DefinitionError, PipelineError, typed
 from rlhf_pipeline.report.formatting import count
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import ImportReport
     from rlhf_pipeline.report.query import View
+
+_WAIT_S: Final = 2.0
 
 HELP = "look at runs, stores or rollout files in a browser, live"
 DETAILS = """\
@@ -26,6 +30,8 @@ examples:
   rlhf-pipeline view runs/a runs/b                 compare runs: curves, differing settings
   rlhf-pipeline view runs/mine/store
   rlhf-pipeline view rollouts.jsonl                what `import` reads; nothing is kept
+  rlhf-pipeline view outputs/                      a folder into which a trainer writes: followed while it runs
+  rlhf-pipeline view outputs/ --store kept/        the same, and the rows stay in a store
   rlhf-pipeline view 'outputs/*.parquet' dump.zip  patterns, archives, folders of files
   rlhf-pipeline view chats.jsonl --field prompt=question --field completion=answer
 
@@ -39,6 +45,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer", metavar="FOLDER", help="of stores alone, and of files that hold text only (default: characters)"
     )
+    command.add_argument(
+        "--store",
+        metavar="DIR",
+        help="keep what is imported from one folder or file in this store (default: a temporary one)",
+    )
     command.add_argument("--port", type=natural, metavar="N", help="the port (default: any free one)")
 
 
@@ -46,8 +57,12 @@ def execute(args: argparse.Namespace) -> int:
     """Serve the pages until Ctrl-C."""
     from rlhf_pipeline.report.view.server import HOST, listen, serve
 
+    if args.store is not None and (len(args.paths) > 1 or not _are_rollouts(args.paths[0])):
+        raise DefinitionError("--store keeps the rows of one folder or file of rollouts. Name that alone.")
     with ExitStack() as stack:
-        views = [_opened(path, args.tokenizer, dict(args.fields), stack) for path in args.paths]
+        views = [_opened(path, args, stack) for path in args.paths]
+        for view, name in zip(views, distinct_names(args.paths), strict=True):
+            view.name = name
         try:
             bound = stack.enter_context(listen(args.port))
         except OSError as error:
@@ -58,23 +73,79 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(path: str, tokenizer: str | None, fields: Mapping[str, str], stack: ExitStack) -> View:
-    """Open a run or a store; files of rollouts are imported into a store that goes with this process."""
+def distinct_names(paths: Sequence[str]) -> list[str]:
+    """Return a name for each path: its last part, and as many of those before it as tell equal names apart.
+
+    >>> distinct_names(["runs/a/demo", "runs/b/demo/", "other"]), distinct_names(["x", "x"])
+    (['a/demo', 'b/demo', 'other'], ['x', 'x (2)'])
+    """
+    parts = [path.rstrip("/").split("/") for path in paths]
+    names = [split[-1] or path for split, path in zip(parts, paths, strict=True)]
+    for depth in range(2, max(map(len, parts), default=0) + 1):
+        repeated = {name for name in names if names.count(name) > 1}
+        names = [
+            "/".join(split[-depth:]) if name in repeated else name for name, split in zip(names, parts, strict=True)
+        ]
+    return [
+        f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 and name in names[:at] else name
+        for at, name in enumerate(names)
+    ]
+
+
+def _opened(path: str, args: argparse.Namespace, stack: ExitStack) -> View:
+    """Open a run or a store; rollouts are imported into a store, and those of a folder are followed from then on."""
     from rlhf_pipeline.report.query import View
 
+    tokenizer, fields = args.tokenizer, dict(args.fields)
     if not _are_rollouts(path):
         if fields:
             raise DefinitionError(f"--field names fields of files, and {path} is none.")
         view = View(path, tokenizer=tokenizer)
     else:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-")))
-        spelling = (
-            tokenizer if tokenizer is not None and Path(tokenizer).expanduser().is_dir() else None
-        )  # else the hub's
-        store = _imported(Path(path).expanduser(), folder, tokenizer, fields)
+        spelling = tokenizer if tokenizer is not None and Path(tokenizer).expanduser().is_dir() else None  # not a hub's
+        kept = None if args.store is None else Path(args.store).expanduser()
+        folder = kept or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-")))
+        store, options = _imported(Path(path).expanduser(), folder, kept is not None, tokenizer, fields)
         view = View(store, name=Path(path).name, tokenizer=spelling)
+        if Path(path).expanduser().is_dir():
+            stack.enter_context(_followed(Path(path).expanduser(), store, options))
     stack.callback(view.close)
     return view
+
+
+@contextmanager
+def _followed(folder: Path, store: Path, options: Mapping[str, Any]) -> Iterator[None]:
+    """Import what a trainer writes into a folder while the pages are served; an error ends the following, not them."""
+    from rlhf_pipeline.exchange import follow_folder
+    from trajectory_store import StoreError
+
+    leave = threading.Event()
+
+    def pause(seconds: float) -> None:
+        leave.wait(seconds)
+
+    def follow() -> None:
+        try:
+            follow_folder(
+                folder,
+                store,
+                stop=leave.is_set,
+                wait=pause,
+                on_vanished=lambda file: say(
+                    f"NOTICE: {file} is gone; rows written since it was last read are unknown"
+                ),
+                **options,
+            )
+        except (PipelineError, StoreError, OSError) as error:
+            say(f"NOTICE: {folder} is no longer followed: {error}")
+
+    thread = threading.Thread(target=follow, name=f"follows {folder}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
 
 
 def _are_rollouts(path: str) -> bool:
@@ -94,31 +165,37 @@ def _are_rollouts(path: str) -> bool:
     return "://" not in path and any(mark in path for mark in "*?[") and not place.exists()
 
 
-def _imported(file: Path, folder: Path, tokenizer: str | None, fields: Mapping[str, str]) -> Path:
-    """Import a file into a store; text without token ids is shown by its characters, unless a tokenizer is named."""
+def _imported(
+    file: Path, folder: Path, is_kept: bool, tokenizer: str | None, fields: Mapping[str, str]
+) -> tuple[Path, dict[str, Any]]:
+    """Import files into a store; return it, and the options for what is added later.
+
+    Text without token ids is shown by its characters, unless a tokenizer is named. A folder that has no rollouts yet is
+    waited for.
+    """
     from rlhf_pipeline.exchange import import_files
     from rlhf_pipeline.report.tokens import Characters
 
     kinds = ("ids", None), ("characters", Characters())
-    for name, encoder in kinds if tokenizer is None else (("named", tokenizer),):
-        try:
-            report = import_files(
-                [file],
-                folder / name,
-                tokenizer=encoder,
-                fields=fields,
-                for_display=True,
-                chat_template=tokenizer is not None,
-                durability="process",
-            )
-        except DefinitionError:
-            if name != "ids":
-                raise
-            continue
-        if report.num_imported:
-            _say_notices(report)
-            return folder / name
-    raise DefinitionError(f"{typed(file)} has no rollouts that can be read.")
+    same: dict[str, Any] = {"fields": fields, "for_display": True, "durability": "process"}
+    same |= {"chat_template": tokenizer is not None}
+    while True:
+        for name, encoder in kinds if tokenizer is None else (("named", tokenizer),):
+            store = folder if is_kept else folder / name
+            try:
+                options = {**same, "tokenizer": encoder}
+                report = import_files([file], store, growing=file.is_dir(), **options)
+            except DefinitionError:
+                if name != "ids":
+                    raise
+                continue
+            if report.num_imported or report.num_skipped:
+                _say_notices(report)
+                return store, options
+        if not file.is_dir():
+            raise DefinitionError(f"{typed(file)} has no rollouts that can be read.")
+        say(f"waiting for rollouts in {typed(file)}; Ctrl-C ends it")
+        time.sleep(_WAIT_S)
 
 
 def _say_notices(report: ImportReport) -> None:

@@ -64,6 +64,7 @@ _LISTED: Final = 100
 """Rows of a list in one answer."""
 _MOST_EVALUATED = 32
 """Rows of an evaluation that a step shows; its store has all."""
+_NO_FIGURES: Final[Answer] = {"num": 0, "units": {}, "step": [], "time": [], "values": {}}
 _BARS = 8
 _MOST_VERSIONS: Final = 200
 _SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -140,6 +141,11 @@ class View:
             self._stored = Stored(self._store_path, whole=True)
         return self._stored
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder of the run or store was removed; what is at a URL is asked for by each request anyway."""
+        return isinstance(self.address, Path) and not self.address.is_dir()
+
     def refresh(self) -> int:
         """See what was stored since; return the watermark, 0 if nothing is stored yet."""
         try:
@@ -151,6 +157,8 @@ class View:
 
     def about(self) -> Answer:
         """Return the run in one row: name, definition, steps, first and last reward, what is stored, processes."""
+        if self.is_gone:
+            raise MissingPathError(f"{self.address} is gone: it was moved or removed.")
         watermark = self.refresh()
         rows = self.metrics_rows()
         ends = [row["task_reward"] for row in (*rows[:8], *rows[-8:]) if row.get("task_reward") is not None]
@@ -195,7 +203,12 @@ class View:
         return processes
 
     def metrics(self, names: Sequence[str] = (), *, points: int = 600, after: int = 0) -> Answer:
-        """Return figures of `metrics.jsonl` as columns, in evenly spaced steps, with their units and meanings."""
+        """Return figures of `metrics.jsonl` as columns, in evenly spaced steps, with their units and meanings.
+
+        A store alone has the figures that its rows give, by policy version.
+        """
+        if self.run is None:
+            return self._figures_of_rows(points) if self.refresh() and not after else dict(_NO_FIGURES)
         rows = self.metrics_rows()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
         numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
@@ -209,8 +222,30 @@ class View:
             "values": {name: [finite(row.get(name)) for row in some] for name in selected},
         }
 
+    def _figures_of_rows(self, points: int) -> Answer:
+        """Return the figures of a store without a run: what its rows give for each policy version."""
+        sums = by_version(self.stored, points, first=0)  # -1 is an unknown version
+        is_graded = sums.graded > 0
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = {
+                "task_reward": np.where(is_graded, sums.rewards / sums.graded, np.nan),
+                "completion_length": sums.tokens / sums.num,
+                "num_failed": sums.failed,
+                "flat_groups": np.where(sums.groups > 0, sums.flat_groups / sums.groups, np.nan),
+            }
+        about = {name: figure_of(name) for name in values}
+        return {
+            "num": sums.num_versions,
+            "units": {name: [figure.unit, figure.meaning] for name, figure in about.items() if figure is not None},
+            "step": sums.versions.tolist(),
+            "time": [None] * len(sums.versions),
+            "values": {name: [finite(value) for value in column.tolist()] for name, column in values.items()},
+        }
+
     def changes(self) -> Answer:
-        """Return what a page polls for: watermark, newest step, and the processes' states."""
+        """Return what a page polls for: watermark, newest step, the processes' states, and whether all is gone."""
+        if self.is_gone:
+            return {"watermark": 0, "step": None, "beats": [], "gone": True}
         rows = self.metrics_rows()
         beats = [[process["name"], process.get("state"), process["seen"]] for process in self.processes()]
         return {"watermark": self.refresh(), "step": rows[-1]["step"] if len(rows) else None, "beats": beats}
@@ -316,9 +351,9 @@ class View:
         """Return the conditions, as `select` reads them, that choose what `trajectories` shows."""
         conditions = [*where]
         if text:
-            conditions.append(f'{column}~"{text}"')
+            conditions.append(condition_on(column, "~", text))
         if prompt_of is not None:
-            conditions.append(f'prompt=="{self._prompt_of(prompt_of).decode()}"')
+            conditions.append(condition_on("prompt", "==", self._prompt_of(prompt_of).decode()))
         return conditions
 
     def _meeting(self, where: Sequence[str], prompt_of: int | None, among: MatchingRows) -> MatchingRows:
@@ -756,7 +791,11 @@ class View:
             if "reward" not in text or "task_reward" in self.stored.columns
         ]
         reasons = text_counts(self.stored, "finish_reason", among).items()
-        counted += [{"name": name, "where": f"finish_reason=={name}", "num": num} for name, num in reasons if name]
+        counted += [
+            {"name": name, "where": condition_on("finish_reason", "==", name), "num": num}
+            for name, num in reasons
+            if name
+        ]
         return {"kinds": [kind for kind in counted if kind["num"]]}
 
     def list(self, name: str, *, cause: str = "", offset: int = 0) -> Answer:
@@ -858,6 +897,15 @@ class View:
         """Return a column's values at places; None if it has none for this trajectory, where it reads as NaN."""
         values = [finite(value) for value in self._row(name, single)]
         return values[part] if len(values) == num and any(value is not None for value in values) else None
+
+
+def condition_on(column: str, sign: str, text: str) -> str:
+    """Return the condition that compares a column with a text, whatever characters the text has.
+
+    >>> condition_on("finish_reason", "==", "3"), condition_on("finish_reason", "==", "a and b")
+    ('finish_reason=="3"', 'finish_reason=="a and b"')
+    """
+    return f"{column}{sign}{json.dumps(text, ensure_ascii=False)}"
 
 
 def finite(value: Any) -> Any:

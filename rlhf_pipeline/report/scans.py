@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_pipeline.buffer.filters import num_completion_tokens
 from rlhf_pipeline.buffer.text_search import text_bytes
+from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.report.row_fields import order_of
 from rlhf_pipeline.report.stored import Ids, Stored
 from trajectory_store import Arrivals
@@ -131,18 +133,32 @@ class Versions:
     rewards: npt.NDArray[np.float64]
     """The sum of their rewards."""
     tokens: npt.NDArray[np.float64]
-    """The sum of their lengths."""
+    """The sum of the tokens after the prompt."""
+    failed: npt.NDArray[np.float64]
+    """How many episodes have no reward."""
+    groups: npt.NDArray[np.float64]
+    """Of how many groups with several rewards they are."""
+    flat_groups: npt.NDArray[np.float64]
+    """How many of these have equal rewards."""
 
 
-def by_version(stored: Stored, most: int) -> Versions:
-    """Add up rewards and lengths of at most so many policy versions, evenly spaced, the first and the last included."""
+def by_version(stored: Stored, most: int, *, first: int = -1) -> Versions:
+    """Add up rewards and lengths of at most so many policy versions, evenly spaced, the first and the last included.
+
+    Args:
+        stored: the store.
+        most: the most versions.
+        first: the first version that counts.
+    """
     rows = all_rows(stored)
     blocks = rows.parts() if "policy_version" in stored.columns else ()
     parts = [np.unique(stored.store.read_scalars("policy_version", ids)) for ids in blocks]
     distinct = np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
+    distinct = distinct[distinct >= first]
     places = np.linspace(0, max(len(distinct) - 1, 0), min(most, len(distinct))).round().astype(np.int64)
     versions = distinct[np.unique(places)]
-    sums = np.zeros((4, len(versions)))
+    sums = np.zeros((5, len(versions)))
+    members = [np.zeros((3, 0))]
     for ids in rows.parts() if len(versions) else ():
         mine = np.asarray(stored.store.read_scalars("policy_version", ids), np.int64)
         place = np.minimum(np.searchsorted(versions, mine), len(versions) - 1)
@@ -150,12 +166,46 @@ def by_version(stored: Stored, most: int) -> Versions:
         ids, place = ids[is_chosen], place[is_chosen]
         rewards = stored.scalars("task_reward", ids)
         rewards = np.full(len(ids), np.nan) if rewards is None else rewards.astype(np.float64)
-        is_graded = np.isfinite(rewards)
-        lengths = stored.store.lengths("input_ids", ids)
-        columns = np.ones(len(ids)), is_graded, np.where(is_graded, rewards, 0.0), lengths
+        is_graded, groups = np.isfinite(rewards), stored.scalars("group_id", ids)
+        is_failed = ~is_graded & stored_last_rows(stored.store, ids)
+        lengths = num_completion_tokens(stored.store, ids)
+        columns = np.ones(len(ids)), is_graded, np.where(is_graded, rewards, 0.0), lengths, is_failed
         for total, column in zip(sums, columns, strict=True):
             np.add.at(total, place, column)
-    num, graded, rewards, tokens = sums
+        if groups is not None:
+            counts = is_graded & (groups >= 0)
+            members.append(np.stack([place, groups, rewards])[:, counts])
+    num, graded, total_rewards, tokens, failed = sums
+    groups, flat_groups = _spread(np.concatenate(members, axis=1), len(versions))
     return Versions(
-        num_versions=len(distinct), versions=versions, num=num, graded=graded, rewards=rewards, tokens=tokens
+        num_versions=len(distinct),
+        versions=versions,
+        num=num,
+        graded=graded,
+        rewards=total_rewards,
+        tokens=tokens,
+        failed=failed,
+        groups=groups,
+        flat_groups=flat_groups,
     )
+
+
+def _spread(
+    members: npt.NDArray[np.float64], num_versions: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return how many groups of several members each version has, and how many of them have equal rewards.
+
+    Args:
+        members: [3, N], the place of the version, the group and the reward of each.
+        num_versions: how many versions there are.
+    """
+    place, groups, rewards = members[:, np.lexsort(members[1::-1])]
+    if not len(place):
+        return np.zeros(num_versions), np.zeros(num_versions)
+    first = np.flatnonzero(np.append(True, (np.diff(place) != 0) | (np.diff(groups) != 0)))
+    lowest, highest = (extreme.reduceat(rewards, first) for extreme in (np.minimum, np.maximum))
+    is_group = np.diff(np.append(first, len(place))) > 1
+    of_version = place[first].astype(np.int64)
+    num = np.bincount(of_version[is_group], minlength=num_versions).astype(np.float64)
+    flat = np.bincount(of_version[is_group & (lowest == highest)], minlength=num_versions).astype(np.float64)
+    return num, flat

@@ -60,7 +60,7 @@ def _of_run(view: View, what: str, query: Query) -> Any:
                 text=_text(query, "text", ""),
                 column=_text(query, "in", "completion"),
                 where=query.get("where", ()),
-                sort=_text(query, "sort", "-id"),
+                sort=_text(query, "sort", "") or "-id",
                 offset=_first(query, "offset", 0),
                 limit=_first(query, "limit", 50),
                 snapshot=_first(query, "snapshot", 0) or None,

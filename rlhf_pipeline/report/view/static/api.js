@@ -39,7 +39,10 @@ function listed(found, cause) {
 // In a report: the same question as the server's, over the recorded rows.
 const SHORT = { reward: "task_reward", version: "policy_version", group: "group_id", date: "created_at", tokens: "num_completion_tokens" };
 const COMPARE = { ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, "<": (a, b) => a < b };
-const unquoted = text => /^(['"])[^]*\1$/.test(text) && text.length > 1 ? text.slice(1, -1) : text;
+const unquoted = text => {
+  if (/^"[^]*"$/.test(text) && text.length > 1) { try { return JSON.parse(text); } catch { return text.slice(1, -1); } }
+  return /^'[^]*'$/.test(text) && text.length > 1 ? text.slice(1, -1) : text;
+};
 const isNothing = value => value === null || value === undefined || value === "";
 const TEXTS = { prompt: row => row.prompt, completion: row => row.completion };
 
@@ -87,8 +90,8 @@ function searched(all, query) {
 }
 
 // Conditions that commas part; a comma in quotes or brackets is part of a value.
-export const conditions = text => (text.match(/(?:"[^"]*"|'[^']*'|\([^()]*\)|[^,"'(]|["'(])+/g) ?? []).map(one => one.trim()).filter(Boolean);
-export const quoted = value => /^[\w.:+-]+$/.test(value) && !/^(null|none|nan)$/i.test(value) && !value.includes("..") ? value : value.includes('"') ? `'${value}'` : `"${value}"`;
+export const conditions = text => (text.match(/(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\([^()]*\)|[^,"'(]|["'(])+/g) ?? []).map(one => one.trim()).filter(Boolean);
+export const quoted = value => /^[\w.:+-]+$/.test(value) && !/^(null|none|nan)$/i.test(value) && !value.includes("..") ? value : JSON.stringify(value);
 
 // Small and large numbers with an exponent that is a multiple of three; what is only rounding is 0.
 export function fmt(x, digits = 3) {

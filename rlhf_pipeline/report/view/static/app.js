@@ -66,7 +66,7 @@ async function poll() {
   try {
     const before = state.changes, mine = visit;
     const now = state.changes = await Promise.all(state.runs.map((run, i) => run.error ? {} : get(`runs/${i}/changes`)));
-    const moved = before.length && now.some((one, i) => one.watermark !== before[i].watermark || one.step !== before[i].step);
+    const moved = before.length && now.some((one, i) => one.watermark !== before[i].watermark || one.step !== before[i].step || one.gone !== before[i].gone);
     if (moved) {
       state.runs = await get("runs");
       if (at.page === "runs" && !document.querySelector("#main :focus")) await show();

@@ -2,6 +2,8 @@
 import { html, nothing } from "lit-html";
 import { count, fmt, get, isReport, short, there, visible } from "view/api.js";
 import { plot } from "view/chart.js";
+import { wordDiff } from "view/diff.js";
+import { title } from "view/titles.js";
 import { finish, link, rowsTable } from "view/trajectories.js";
 
 const UNKNOWN = "the ledger does not say what had a gradient";
@@ -19,6 +21,11 @@ export async function groupPage(at, state, draw) {
   const group = await get(`runs/${at.run}/groups/${at.id}`), rows = [...group.rows].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
   const texts = rows.map(row => row.completion), most = Math.max(...rows.map(row => Math.abs(row.advantage ?? 0)), 1e-9);
   const returned = rows.some(row => row.return !== null && row.reward !== null && Math.abs(row.return - row.reward) > 1e-6);
+  const pair = ["a", "b"].map((key, i) => rows.find(row => row.id === at.query.get(key)) ?? (i ? rows.at(-1) : rows[0])), isCompared = at.query.has("a");
+  const compare = event => { const form = new FormData(event.currentTarget.form ?? event.currentTarget); event.preventDefault?.(); location.hash = `/${at.run}/group/${at.id}?a=${form.get("a")}&b=${form.get("b")}`; };
+  const choice = (key, row) => html`<select name=${key} aria-label="${key === "a" ? "First" : "Second"} member">${rows.map(one => html`<option value=${one.id} ?selected=${one.id === row.id}>${short(one.id)}, reward ${fmt(one.reward, 2)}</option>`)}</select>`;
+  const difference = () => html`<section class="card text2 diff" aria-label="Difference of two members" dir="auto">${wordDiff(pair[0].completion, pair[1].completion).map(([kind, text]) =>
+    kind < 0 ? html`<del>${visible(text)}</del>` : kind > 0 ? html`<ins>${visible(text)}</ins>` : visible(text))}</section>`;
   let same = 0;
   while (texts.length > 1 && same < texts[0].length && texts.every(text => text[same] === texts[0][same])) same++;
   draw(html`<h1>Group ${at.id}</h1><p class="facts"><span>${count(group.num, "member")}</span><span>mean reward <b>${fmt(group.reward_mean, 2)}</b></span>
@@ -28,12 +35,13 @@ export async function groupPage(at, state, draw) {
     <div class="card text2" dir="auto">${visible(rows[0].prompt)}</div>
     ${rows[0].answer === null ? nothing : html`<p class="facts"><span>expected answer <b class="answer">${visible(rows[0].answer)}</b></span></p>`}
     ${rows.length < group.num ? html`<p class="soft">${fmt(rows.length)} of ${fmt(group.num)} members below; counts and means are of all. <a href="#/${at.run}/trajectories?where=group%3D%3D${at.id}">All of them</a></p>` : nothing}
+    ${rows.length > 1 ? html`<form class="bar" @submit=${compare}><span>word by word:</span> ${choice("a", pair[0])} <span>against</span> ${choice("b", pair[1])} <button class="b">Compare</button></form>${isCompared ? difference() : nothing}` : nothing}
     <div class="members">${rows.map(row => { const a = row.advantage ?? 0; return html`<article class="card" aria-label="member ${short(row.id)}">
       <div class="cardhead"><h2>${link(at.run, "trajectories", row.id, short(row.id), { row: true })}</h2>${finish(row)}</div>
       <p class="facts"><span>reward <b>${fmt(row.reward, 2)}</b></span>${rewardsOf(row)}${returned ? html`<span>return <b>${fmt(row.return, 2)}</b></span>` : nothing}
         <span>advantage <b>${fmt(row.advantage, 2)}</b></span><span>version ${row.version ?? "–"}</span><span>${count(row.tokens, "token")}</span></p>
       <div class="adv" role="img" aria-label="advantage ${fmt(row.advantage, 2)}"><i .style=${`${a < 0 ? "right" : "left"}:50%;width:${Math.abs(a) / most * 50}%;background:var(--${a < 0 ? "cool" : "warm"})`}></i></div>
-      <div class="text2 clip" tabindex="0" role="region" aria-label="completion" dir="auto"><span class="soft">${visible(row.completion.slice(0, same))}</span>${visible(row.completion.slice(same))}</div></article>`; })}</div>`);
+      <div class="text2 clip" tabindex="0" role="region" aria-label="completion" dir="auto"><span class="soft">${visible(row.completion.slice(0, same))}</span>${row.completion ? visible(row.completion.slice(same)) : html`<span class="soft">no text is stored; its tokens are on its page</span>`}</div></article>`; })}</div>`);
 }
 
 // A member by its reward, on one scale for the page: 0 is empty and 1 full, also where all are equal.
@@ -70,7 +78,7 @@ export async function stepPage(at, state, draw) {
       ${step.prev ? html`<a class="b previous" href="#/${at.run}/step/${step.prev}">‹ ${step.prev}</a>` : nothing}${step.next ? html`<a class="b next" href="#/${at.run}/step/${step.next}">${step.next} ›</a>` : nothing}</div>
     ${step.checkpoint ? html`<p class="facts"><span>${step.checkpoint.step === id ? "its weights" : `the nearest weights that are kept, of step ${fmt(step.checkpoint.step)}`}: <code>${visible(step.checkpoint.path)}</code></span></p>` : nothing}
     <details ?open=${innerWidth > 860}><summary><h2>Figures</h2></summary><div class="figures">${Object.entries(step.metrics).filter(([name]) => !["time", "step"].includes(name)).map(([name, value]) =>
-      html`<div class="card" title=${units?.[name]?.[1] ?? ""}><div class="soft">${name}</div><b class="num">${fmt(value)}</b> <span class="soft">${units?.[name]?.[0] ?? ""}</span></div>`)}</div></details>
+      html`<div class="card" title=${units?.[name]?.[1] ?? ""}><div class="soft">${title(name)}</div><b class="num">${fmt(value)}</b> <span class="soft">${units?.[name]?.[0] ?? ""}</span></div>`)}</div></details>
     ${step.groups.length ? html`<h2>Groups</h2><p class="soft">Each cell is a trajectory with its reward, from ${fmt(scale[0], 2)} (empty) to ${fmt(scale[1], 2)} (full); dashed: no gradient; striped: no reward.</p>
     <div class="card scroll" tabindex="0" role="region" aria-label="Groups"><table class="groups"><thead><tr><th>group</th><th class="l">members' rewards</th><th>mean</th><th>advantages</th><th>learned from</th><th class="l">prompt</th></tr></thead>
       <tbody>${step.groups.map(one => html`<tr><td data-l="group">${one.group === null ? "none" : link(at.run, "groups", one.group, one.group, { row: true })}</td>

@@ -2,24 +2,17 @@
 import { html, nothing } from "lit-html";
 import { colors, count, fmt, get, isReport, there, visible } from "view/api.js";
 import { asTable, isFlat, plot, smoothed, summary } from "view/chart.js";
+import { title } from "view/titles.js";
 
 const SECTIONS = [
+  ["Trajectories", ["completion_length", "num_failed", "flat_groups", "staleness", "cut_off", "advantage_std", "use_count", "num_trajectories", "num_taught"]],
   ["Learning", ["loss", "grad_norm", "entropy", "lr"]],
   ["Policy", ["kl_k1", "kl_approx", "clip_fraction", "ess", "sampler_gap"]],
-  ["Trajectories", ["advantage_std", "staleness", "use_count", "num_trajectories", "num_taught", "completion_length", "cut_off"]],
   ["Speed", ["tokens_per_s", "update_tokens_per_s", "padding_efficiency", "rollout_s", "update_s", "peak_memory_mb"]],
-  ["Failures", ["num_failed", "num_unscored_tokens"]],
+  ["Failures", ["num_unscored_tokens"]],
 ];
-const TITLES = { task_reward: "Mean task reward", grad_norm: "Gradient norm", entropy: "Entropy", lr: "Learning rate",
-  kl_k1: "KL to the reference (k1)", kl_approx: "KL to the behaviour policy", clip_fraction: "Share of clipped tokens",
-  ess: "Effective sample size", sampler_gap: "Sampler gap", advantage_std: "Advantage spread", staleness: "Age",
-  use_count: "Uses of a trajectory", num_trajectories: "Trajectories of a step", num_taught: "Trajectories with a gradient",
-  completion_length: "Completion length", cut_off: "Share cut off", tokens_per_s: "Sampling speed",
-  update_tokens_per_s: "Learning speed", padding_efficiency: "Padding efficiency", rollout_s: "Time of a rollout",
-  update_s: "Time of an update", peak_memory_mb: "Peak memory", num_failed: "Failed rewards", num_unscored_tokens: "Tokens not scored", loss: "Loss" };
 // Of an evaluation the interval is the band of its mean, and no figure of its own.
 const EDGE = /reward_(low|high)$/;
-const title = name => TITLES[name] ?? name.replace("evaluation/", "").replaceAll("_", " ");
 
 function differing(runs, definitions) {
   const names = [...new Set(definitions.flatMap(Object.keys))].filter(name => new Set(definitions.map(d => JSON.stringify(d[name]))).size > 1);
@@ -79,10 +72,10 @@ export async function runsPage(at, state, draw) {
         ${[["", "none"], [".6", "0.6"], [".9", "0.9"]].map(([v, n]) => html`<option value=${v} ?selected=${Number(v) === smooth}>${n}</option>`)}</select></label>
       <label>over <select @change=${e => { location.hash = to({ x: e.target.value }).slice(1); }}><option value="" ?selected=${!byTime}>steps</option>
         <option value="time" ?selected=${byTime}>time</option></select></label>
-      <label>open step <input class="stepper" type="number" min="1" max=${state.runs[0]?.step ?? 1} placeholder=${state.runs[0]?.step ?? ""}
-        @change=${e => { const step = Math.round(Number(e.target.value)); if (step > 0 && there(at.run, "steps", step)) location.hash = `/${at.run}/step/${step}`; }}></label>
-      <span class="soft">a click on a curve opens its step; a drag zooms, a double click zooms out${all.some(m => m.step.length < m.num) ? `; ${fmt(Math.max(...all.map(m => m.step.length)))} of ${count(Math.max(...all.map(m => m.num)), "step")} are drawn` : ""}</span></div>
-      ${card("task_reward", true)}` : html`<p class="soft">A store alone has no curves. <a href="#/0/trajectories">Its trajectories</a></p>`}
+      ${state.runs.every(run => run.definition === null) ? nothing : html`<label>open step <input class="stepper" type="number" min="1" max=${state.runs[0]?.step ?? 1} placeholder=${state.runs[0]?.step ?? ""}
+        @change=${e => { const step = Math.round(Number(e.target.value)); if (step > 0 && there(at.run, "steps", step)) location.hash = `/${at.run}/step/${step}`; }}></label>`}
+      <span class="soft">a click on a curve opens its step or trajectories; a drag zooms, a double click zooms out${all.some(m => m.step.length < m.num) ? `; ${fmt(Math.max(...all.map(m => m.step.length)))} of ${count(Math.max(...all.map(m => m.num)), "step")} are drawn` : ""}</span></div>
+      ${card("task_reward", true)}` : html`<p class="soft">Its rows have no policy versions, so there are no curves. <a href="#/0/trajectories">Its trajectories</a></p>`}
     ${sections.map(([name, names], n) => names.some(one => known.has(one)) ? html`<details ?open=${n <= SECTIONS.length}><summary><h2>${name}</h2></summary>
       <div class="grid">${names.map(one => card(one, false))}${constants(names)}</div></details>` : nothing)}`);
   let plots = [];
@@ -96,7 +89,8 @@ export async function runsPage(at, state, draw) {
         min: unit ? 0 : null, max: unit ? 1 : null,
         onPick: (x, i) => { const line = mine[i], near = line.xs.reduce((a, b) => Math.abs(b - x) < Math.abs(a - x) ? b : a);
           const step = line.steps[line.xs.indexOf(near)];
-          location.hash = line.store ? `/${line.run}~${line.store}/trajectories?where=version%3D%3D${step}` : `/${line.run}/step/${step}`; },
+          const rows = `trajectories?where=version%3D%3D${step}`;
+          location.hash = line.store ? `/${line.run}~${line.store}/${rows}` : state.runs[line.run].definition === null ? `/${line.run}/${rows}` : `/${line.run}/step/${step}`; },
         onHover: (x, ys) => { const now = x === null ? summary(mine) : `${byTime ? new Date(x * 1000).toLocaleTimeString() : `step ${fmt(x)}`}: ${
           ys.slice(0, mine.length).map((y, i) => `${mine.length > 1 ? `${mine[i].name} ` : ""}${fmt(y)}`).join(", ")}`;
           const text = [...read.childNodes].find(node => node.nodeType === 3) ?? said; if (text) text.data = now; },

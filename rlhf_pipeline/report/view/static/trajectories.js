@@ -72,7 +72,8 @@ export async function trajectoriesPage(at, state, draw) {
   const add = event => {
     event.preventDefault();
     const form = new FormData(event.target), value = form.get("value").trim();
-    if (value) go({ where: [...where, `${form.get("field")}${form.get("sign")}${quoted(value)}`] });
+    const isText = ["prompt", "completion"].includes(form.get("field")) || fields.find(field => field.name === form.get("field"))?.kind === "text";
+    if (value) go({ where: [...where, `${form.get("field")}${form.get("sign")}${isText && value !== "null" ? JSON.stringify(value) : quoted(value)}`] });
   };
   const head = [{ name: "id", label: "id", kind: "number" }, ...shown].map(field => {
     const key = { task_reward: "reward", policy_version: "version", group_id: "group" }[field.name] ?? field.name, down = sort === `-${key}`, up = sort === key;

@@ -4,6 +4,7 @@ import { count, fmt, get, isReport, named, short, visible } from "view/api.js";
 import { isFlat, plot } from "view/chart.js";
 import { rewardsOf } from "view/group.js";
 import { markup } from "view/markup.js";
+import { hasTools, message, withTools } from "view/tools.js";
 import { finish, link } from "view/trajectories.js";
 
 const WINDOW = 4096;
@@ -57,22 +58,21 @@ export async function trajectoryPage(at, state, draw) {
       ${turned.map(([name, values]) => html`<span>${name === "turn_rewards" ? "reward by turn" : `${visible(name.replace("turn_reward_", ""))} by turn`} <b>${values.map(value => fmt(value, 2)).join(", ")}</b></span>`)}</p>` : nothing}
     ${t.mask_known ? nothing : html`<p class="card" role="note">Which tokens after the prompt the policy sampled is unknown: no mask was stored.</p>`}
     ${t.error ? html`<p class="card bad" role="alert">It failed: ${visible(t.error)}</p>` : nothing}
-    <div class="bar"><label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>
+    <div class="bar">${usable.length ? html`<label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>` : nothing}
       <label class="check"><input type="checkbox" .checked=${shown} @change=${event => { shown = event.target.checked; history.replaceState(null, "", address({})); paint(); }}> Markdown and maths</label>
       <span class="push"></span>${[["prev", "‹ previous", "previous"], ["next", "next ›", "next"]].map(([key, name, kind]) => t[key] ? html`<a class="b ${kind}" href="#/${at.run}/t/${t[key]}?color=${by}">${name}</a>` : nothing)}</div>
     ${windows}<div class="split"><div>
       ${t.ids.length ? html`<div class="card tokens" role="listbox" tabindex="0" aria-label="Tokens; arrow keys move" aria-activedescendant="t${here}" @keydown=${keys} @click=${click}>${turns.map(turn =>
         html`<div role="group" aria-label=${turn.role}><b class="turn" aria-hidden="true">${turn.role}</b>${turn.places.map(i => html`<span id="t${i}" role="option" aria-label=${named(t.pieces[i])} aria-selected=${i === here}
           class=${t.mask[i] === 0 ? "other" : ""} .style=${style(i)}>${visible(t.pieces[i])}</span>`)}</div>`)}</div>`
-        : html`<div class="card"><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${body(t.completion)}</div>`}
-      <section class="card gap"><h2>${MEASURES[by].title} over the tokens</h2><div id="curve"></div></section>
-      ${t.messages ? html`<details class="card gap" ?open=${shown}><summary>The conversation as messages: ${fmt(t.messages.length)}</summary>${t.messages.map(m => html`<div class="message"><b class="turn">${visible(String(m?.role ?? "?"))}</b>${
-        body(typeof m?.content === "string" ? m.content : JSON.stringify(m?.content ?? m, null, 1))}</div>`)}</details>` : nothing}
-      ${t.ids.length && !(shown && t.messages) ? html`<details class="card gap" ?open=${shown}><summary>Texts as stored</summary><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${body(t.completion)}</details>` : nothing}
+        : html`<div class="card"><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${withTools(t.completion, body)}</div>`}
+      ${usable.length ? html`<section class="card gap"><h2>${MEASURES[by].title} over the tokens</h2><div id="curve"></div></section>` : nothing}
+      ${t.messages ? html`<details class="card gap" ?open=${shown || hasTools(t.messages)}><summary>The conversation as messages: ${fmt(t.messages.length)}</summary>${t.messages.map(m => message(m, t.messages, body))}</details>` : nothing}
+      ${t.ids.length && !(shown && t.messages) ? html`<details class="card gap" ?open=${shown}><summary>Texts as stored</summary><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${withTools(t.completion, body)}</details>` : nothing}
     </div>${t.ids.length ? html`<aside class="card side" aria-label="The chosen token"><details open><summary><h2>Token <code dir="auto">${named(t.pieces[here])}</code></h2></summary>
       <div aria-live="polite"><dl>${numbers(here).map(([name, value]) => html`<dt>${name}</dt><dd>${fmt(value, 4)}</dd>`)}</dl></div>
-      <div class="scale" .style=${`background:linear-gradient(to ${MEASURES[by].flip ? "left" : "right"}, ${["surprise", "entropy"].includes(by) ? "transparent" : "color-mix(in srgb, var(--cool) 55%, transparent), transparent"}, color-mix(in srgb, var(--warm) 55%, transparent))`}></div>
-      <div class="ends"><span>${MEASURES[by].ends[0]}</span><span>${MEASURES[by].ends[1]}</span></div></details></aside>` : nothing}</div>`);
+      ${usable.length ? html`<div class="scale" .style=${`background:linear-gradient(to ${MEASURES[by].flip ? "left" : "right"}, ${["surprise", "entropy"].includes(by) ? "transparent" : "color-mix(in srgb, var(--cool) 55%, transparent), transparent"}, color-mix(in srgb, var(--warm) 55%, transparent))`}></div>
+      <div class="ends"><span>${MEASURES[by].ends[0]}</span><span>${MEASURES[by].ends[1]}</span></div>` : nothing}</details></aside>` : nothing}</div>`);
   const curve = () => {
     chart?.destroy(); chart = null;
     const box = document.getElementById("curve"), places = t.ids.map((_, i) => i).filter(i => t.mask[i] !== 0);
