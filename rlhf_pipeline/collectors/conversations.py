@@ -152,6 +152,7 @@ class Conversation:
         cut_replies: replies that were cut.
         fallback_replies: replies of tools to malformed calls that were sent as messages of the user.
         whole_turn: whether the newest turn ended by itself.
+        has_malformed_call: whether a call of the newest turn could not be read, or not be shown by the template.
         prompt_text: what the model read before it, if a reward function asks for that.
         closing: what the environment replied to the last turn, which the policy was not shown.
         as_chat: it goes through the chat template.
@@ -176,6 +177,7 @@ class Conversation:
     cut_replies: int = 0
     fallback_replies: int = 0
     whole_turn: bool = True
+    has_malformed_call: bool = False
     prompt_text: str | None = None
     closing: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     as_chat: bool = False
@@ -658,7 +660,8 @@ class Conversations:
         )
         if conversation.failure is not None:
             return None
-        conversation.call_errors += parsed.error is not None
+        conversation.has_malformed_call = parsed.error is not None
+        conversation.call_errors += conversation.has_malformed_call
         turn = Turn(
             text=text,
             number=conversation.num_turns,
@@ -915,9 +918,9 @@ class Conversations:
         text: dict[str, Any] = {"role": "assistant", "content": conversation.at.last_text}
         by_user = [{"role": "user", "content": "\n".join(one["content"] for one in replies)}]
         attempts = [(messages[:-1], turn, replies), (asked, turn, replies)]
-        if "tool_calls" not in turn:
+        if conversation.has_malformed_call:
             attempts = [attempts[0], (messages[:-1], text, by_user), (asked, text, by_user)]
-        elif all(one["role"] == "user" for one in replies):
+        elif "tool_calls" not in turn or all(one["role"] == "user" for one in replies):
             attempts += [(messages[:-1], text, replies), (asked, text, replies)]
         refusal: DataError | DefinitionError | None = None
         for before, said, sent in attempts:

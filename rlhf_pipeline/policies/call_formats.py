@@ -162,8 +162,8 @@ class _Probe:
         self._codec, self._tools, self._template, self._ends = codec, tools, template, ends
         functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
         self._calls = [
-            {"name": one["name"], "arguments": _arguments(one, number)}
-            for number, one in enumerate((functions[0], functions[1 % len(functions)]))
+            {"name": function["name"], "arguments": _arguments(function, number)}
+            for number, function in enumerate((functions[0], functions[1 % len(functions)]))
         ]
         self.refusal: Exception | None = None
         """Why the template refused what it was shown first."""
@@ -176,15 +176,15 @@ class _Probe:
         except (DataError, DefinitionError) as error:
             self.refusal = self.refusal or error
             return _REFUSED
-        asked = rendered_prompt(self._codec, [_QUESTION], tools=self._tools, template=self._template)
-        shown = (head + tail)[len(asked) if head.startswith(asked) else 0 :]
-        found = 0
+        prompt = rendered_prompt(self._codec, [_QUESTION], tools=self._tools, template=self._template)
+        text = (head + tail)[len(prompt) if head.startswith(prompt) else 0 :]
+        flaws = 0
         for call in self._calls[:count]:
             names = [*call["arguments"]]
-            found |= _UNSEEN * any(mark not in shown for mark in _marks(call["arguments"]))
-            found |= _PYTHON * any(f"{{'{name}':" in shown for name in names[:1])
-            found |= _ESCAPED * any(f'\\"{name}\\"' in shown for name in names)
-        return found
+            flaws |= _UNSEEN * any(mark not in text for mark in _marks(call["arguments"]))
+            flaws |= _PYTHON * any(f"{{'{name}':" in text for name in names[:1])
+            flaws |= _ESCAPED * any(f'\\"{name}\\"' in text for name in names)
+        return flaws
 
     def check_malformed(self) -> None:
         """Check that a turn without a readable call can be answered, by the tool or at least by the user."""
@@ -273,20 +273,20 @@ def rewritten_history(
         call_format: how the template takes calls of these tools; None if there are none.
         ends: texts that end a turn of the policy.
     """
-    shown, more = list(tools) or None, {"role": "user", "content": "Sure?"}
+    schemas, more = list(tools) or None, {"role": "user", "content": "Sure?"}
     texts = {"turns": "It is 42.", "the thinking of turns": "<think>\nSix sevens.\n</think>\n\nIt is 42."}
     with_tools = " where tools are shown" if tools else ""
     try:
-        first = rendered_prompt(codec, [_QUESTION], tools=shown, template=template)
+        first = rendered_prompt(codec, [_QUESTION], tools=schemas, template=template)
         for what, text in texts.items():
-            said = [_QUESTION, {"role": "assistant", "content": text}, more]
-            if not rendered_prompt(codec, said, tools=shown, template=template).startswith(first + text):
+            messages = [_QUESTION, {"role": "assistant", "content": text}, more]
+            if not rendered_prompt(codec, messages, tools=schemas, template=template).startswith(first + text):
                 return _rewrites(codec, what, with_tools)
         if call_format is not None:
-            called = [_QUESTION, *_Probe(codec, tools, template or {}, ends).answered_call(call_format)]
-            before = rendered_prompt(codec, called, tools=shown, template=template)
-            said = [*called, {"role": "assistant", "content": "It is 42."}, more]
-            if not rendered_prompt(codec, said, tools=shown, template=template).startswith(before):
+            messages = [_QUESTION, *_Probe(codec, tools, template or {}, ends).answered_call(call_format)]
+            before = rendered_prompt(codec, messages, tools=schemas, template=template)
+            messages += [{"role": "assistant", "content": "It is 42."}, more]
+            if not rendered_prompt(codec, messages, tools=schemas, template=template).startswith(before):
                 return _rewrites(codec, "turns with calls", with_tools)
     except DataError as error:
         return f"a conversation of several turns is impossible{with_tools}: {error}"

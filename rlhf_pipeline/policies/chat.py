@@ -137,23 +137,23 @@ def reply_text(
     before, after = messages_of(messages), messages_of(replies)
     marked, first = _marked([*before, *after]), len(before)
     if (turn or {}).get("tool_calls"):
-        said: dict[str, Any] = {"content": "", **(turn or {}), "role": "assistant"}
+        caller: dict[str, Any] = {"content": "", **(turn or {}), "role": "assistant"}
         # What stands before the reply's own text does not depend on it.
-        shown = rendered(marked[:first], [said], marked[first:])
-        start = _common(rendered(marked[:first]), shown)
-        stop = found.start() if (found := _MARKS.search(shown, start)) else len(shown)
-        cut = next((at for end in ends if (at := shown.rfind(end, start, stop)) >= 0), -1)
+        sample = rendered(marked[:first], [caller], marked[first:])
+        start = _common(rendered(marked[:first]), sample)
+        stop = mark.start() if (mark := _MARKS.search(sample, start)) else len(sample)
+        cut = next((at for end in ends if (at := sample.rfind(end, start, stop)) >= 0), -1)
         if cut < 0:  # the model that the template is for ends its turns in another way
-            closed = rendered(marked[:first], [said], going_on=False)
-            cut = len(closed) if start < len(closed) <= stop and shown.startswith(closed) else -1
+            closed = rendered(marked[:first], [caller], going_on=False)
+            cut = len(closed) if start < len(closed) <= stop and sample.startswith(closed) else -1
         if cut < 0:
             raise DataError(
                 "the chat template writes none of the tokens that may end a turn between a tool call and its reply, so "
                 "the reply cannot be cut off after the call."
             )
-        tail = shown[cut:]
-        whole = rendered(before, [said], after)
-        at = whole.rfind(shown[start:stop])
+        tail = sample[cut:]
+        whole = rendered(before, [caller], after)
+        at = whole.rfind(sample[start:stop])
         if at < 0:
             raise DataError("the chat template writes a tool call in another way before another reply.")
         parts = [whole[: at + cut - start], whole[at + cut - start :]]

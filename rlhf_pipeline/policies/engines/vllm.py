@@ -126,9 +126,9 @@ class VLLMEngine:
                     with self.gate.standing_aside():
                         arrived.wait(LOOK_S)
                 for place in call.step(refresh) if call.has_requests else ():
-                    asked, row = sampled.pop(place)
+                    request_of_turn, row = sampled.pop(place)
                     with self.gate.standing_aside():  # others need not wait for an environment
-                        turns.ended(place, collected(asked, [row], versioned=self._is_versioned([row])))
+                        turns.ended(place, collected(request_of_turn, [row], versioned=self._is_versioned([row])))
                 arrived.clear()
                 turns.take_arrived()
         return turns.result()
