@@ -110,7 +110,9 @@ def _record(
         scores = output.get("old_per_token_logps")
         if scores is None and compute:
             scores = _computed(trainer, prompts, ids)
-    ends = set(getattr(trainer, "eos_token_ids", None) or ())
+    ends: set[Any] = set(getattr(trainer, "eos_token_ids", None) or ())
+    if ends:  # a sampled padding token ends a completion, too, as in the trainer's own count of truncated ones
+        ends.add(getattr(getattr(trainer, "_tokenizer", None), "pad_token_id", None))
     masks = _loss_masks(output, ids)
     modes = [("processed" if scores is not None and any(mask) else "") for mask in masks]
     columns = [{k: v for k, v in row.items() if k not in ("prompt", "image", "images")} for row in heard["inputs"]]

@@ -235,7 +235,7 @@ def serving(base: Any, queue: Any, store: str, fields_of: Any) -> Any:
             for number in range(self.served, self.served + batch_size):
                 members = stored.groups[number % len(stored.groups)]
                 uid = f"stored-{number}"
-                rows += [stored.fields(row, uid) for _, _, row in members]
+                rows += [_fields(stored.columns, row, uid, stored.rewards[row]) for _, _, row in members]
                 keys += [f"{uid}_{session}_{output}" for session, output, _ in members]
             self.served += batch_size
             tags = [_tag(fields, global_steps) for fields in rows]
@@ -277,31 +277,32 @@ class _Stored:
             members.append((session, outputs[row], row))
         return cls(columns=columns, rewards=rewards, groups=list(groups.values()))
 
-    def fields(self, row: int, uid: str) -> dict[str, Any]:
-        """Return what verl's agent loop puts for a trajectory, as far as a store knows it."""
-        start, ids = int(self.columns["num_prompt_tokens"][row]), self.columns["input_ids"][row].astype(np.int64)
-        mask = self.columns["assistant_mask"][row][start:].astype(np.int64)
-        scores = np.zeros(len(mask), np.float32)
-        scores[-1:] = self.rewards[row]
-        meta = json.loads(self.columns["meta"][row] or "{}")
-        about = meta.get("prompt") or {}
-        return {
-            "prompts": ids[:start],
-            "responses": ids[start:],
-            "input_ids": ids,
-            "position_ids": np.arange(len(ids)),
-            "attention_mask": np.ones(len(ids), np.int64),
-            "response_mask": mask,
-            "loss_mask": mask,
-            "rollout_log_probs": np.nan_to_num(self.columns["log_probs"][row][start:]),
-            "rm_scores": scores,
-            "num_turns": int(about.get("num_turns") or _TURNS_OF_ONE_REPLY),
-            "reward_model": {"ground_truth": meta.get("answer")},
-            "extra_fields": {"reward_extra_info": about.get("reward_extra_info") or {}},
-            "metrics": {},
-            "multi_modal_inputs": {},
-            "uid": uid,
-        }
+
+def _fields(stored: Any, row: int, uid: str, reward: float | None = None) -> dict[str, Any]:
+    """Return what verl's agent loop puts for a row, as far as a store knows it; `reward` is that of its session."""
+    start, ids = int(stored["num_prompt_tokens"][row]), stored["input_ids"][row].astype(np.int64)
+    mask = stored["assistant_mask"][row][start:].astype(np.int64)
+    scores = np.zeros(len(mask), np.float32)
+    scores[-1:] = stored["task_reward"][row] if reward is None else reward
+    meta = json.loads(stored["meta"][row] or "{}")
+    about = meta.get("prompt") or {}
+    return {
+        "prompts": ids[:start],
+        "responses": ids[start:],
+        "input_ids": ids,
+        "position_ids": np.arange(len(ids)),
+        "attention_mask": np.ones(len(ids), np.int64),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "rollout_log_probs": np.nan_to_num(stored["log_probs"][row][start:]),
+        "rm_scores": scores,
+        "num_turns": int(about.get("num_turns") or _TURNS_OF_ONE_REPLY),
+        "reward_model": {"ground_truth": meta.get("answer")},
+        "extra_fields": {"reward_extra_info": about.get("reward_extra_info") or {}},
+        "metrics": {},
+        "multi_modal_inputs": {},
+        "uid": uid,
+    }
 
 
 def _tag(fields: dict[str, Any], step: int) -> dict[str, Any]:
