@@ -12,6 +12,7 @@ import pytest
 
 from trajectory_store import BatchError, Column, SchemaError, TrajectoryStore
 from trajectory_store.recorder import TrajectoryRecorder
+from trajectory_store.recorder.standard import standard_schema
 
 
 def columns(store: Path) -> dict[str, Any]:
@@ -173,3 +174,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, more: dict[str, Any], erro
             recorder.record(**rows() | more)
         assert len(recorder.record(**rows())) == 3
     assert len(columns(tmp_path / "store")["task_reward"]) == 3
+
+
+def test_no_store_has_a_column_that_nothing_writes(tmp_path: Path):
+    """The uses of a row are in the ledger of a run; a `ConsumingSampler` adds its column when it draws."""
+    assert "use_count" not in standard_schema()
+    with TrajectoryRecorder(tmp_path / "uses", group_size=1) as recorder:
+        recorder.record(prompt_ids=[[1]], completion_ids=[[2]], completions=[""], rewards=[1.0], policy_version=0)
+    with TrajectoryStore.open(tmp_path / "uses") as store:
+        assert "use_count" not in store.schema
