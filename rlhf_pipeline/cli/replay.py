@@ -19,7 +19,6 @@ from rlhf_pipeline.cli.parser import (
 )
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.report.formatting import count
-from rlhf_pipeline.run.continuation import check_unchanged, moved_versions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,6 +118,7 @@ def _check_rerun(args: argparse.Namespace) -> None:
 def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device: str | None, trust: bool) -> int:
     """Print each step's recorded and recomputed loss; return 1 if any differs."""
     from rlhf_pipeline.cli.torchrun import import_torch
+    from rlhf_pipeline.run.continuation import check_unchanged
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.preflight import check_device
     from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
@@ -172,6 +172,8 @@ def _figure(value: float | None) -> str:
 
 def _advice(run: RunFolder) -> str:
     """Return what may explain a difference."""
+    from rlhf_pipeline.run.continuation import moved_versions
+
     moved = list(moved_versions(run))
     if moved:
         return f"Versions differ, and they may move the last bits: {'; '.join(moved)}."
