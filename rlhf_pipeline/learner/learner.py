@@ -491,7 +491,9 @@ class Learner:
                 f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = new_rows[usable]
-        fresh_rows = ChosenRows(row_ids, ages[usable], trajectory_names(store, row_ids), left_out)
+        # The versions by which these rows were chosen are read again, checked: a damaged one is an error that names it.
+        ages = version - store.read_scalars("policy_version", row_ids)
+        fresh_rows = ChosenRows(row_ids, ages, trajectory_names(store, row_ids), left_out)
         # In the order of the trajectory ids, each once: if a trajectory was sampled again, its newest row.
         names = episode_names(store, row_ids, fresh_rows.trajectory_ids, checked=False)
         _, from_the_end = np.unique(names[::-1], return_index=True)
