@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError, PipelineError
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.status import status
+from rlhf_pipeline.report.view.notes import Notes
 from trajectory_store import StoreError
 
 Query = Mapping[str, Sequence[str]]
@@ -33,18 +34,18 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
         case ["runs"]:
             return [{"key": key, **_about(view)} for key, view in enumerate(views)]
         case ["runs", run, what]:
-            return _of_run(_view(views, run), what, query)
+            return _of_run(view_of(views, run), what, query)
         case ["runs", run, "trajectories", name]:
-            return _view(views, run).trajectory(_number(name), first=_first(query, "first", 0))
+            return view_of(views, run).trajectory(_number(name), first=_first(query, "first", 0))
         case ["runs", run, "groups", name]:
-            return _view(views, run).group(_number(name))
+            return view_of(views, run).group(_number(name))
         case ["runs", run, "steps", name]:
-            return _view(views, run).step(_number(name), offset=_first(query, "offset", 0))
+            return view_of(views, run).step(_number(name), offset=_first(query, "offset", 0))
         case ["runs", run, "lists", name]:
             cause, offset = _text(query, "cause", ""), _first(query, "offset", 0)
-            return _view(views, run).list(name, cause=cause, offset=offset)
+            return view_of(views, run).list(name, cause=cause, offset=offset)
         case ["runs", run, "prompts", name]:
-            prompt = _view(views, run).prompt_text(_number(name))
+            prompt = view_of(views, run).prompt_text(_number(name))
             everywhere = [{"key": key, **view.prompt(prompt)} for key, view in enumerate(views)]
             return {"prompt": prompt.decode("utf-8", "replace"), "runs": everywhere}
     raise MissingKeyError(f"there is nothing at {path}.")
@@ -86,6 +87,9 @@ def _of_run(view: View, what: str, query: Query) -> Any:
             return view.definition()
         case "evaluations":
             return view.evaluations()
+        case "notes":
+            notes = Notes(view.address)
+            return {"path": None if notes.path is None else str(notes.path), "notes": notes.read()}
         case "changes":
             return view.changes()
     raise MissingKeyError(f"there is nothing at {what} of a run.")
@@ -105,13 +109,14 @@ def exported(views: Sequence[View], run: str, query: Query) -> tuple[View, list[
     Raises:
         MissingKeyError: there is no such run, or trajectory whose prompt is asked for.
     """
-    view = _view(views, run)
+    view = view_of(views, run)
     prompt_of = _number(_text(query, "prompt_of", "")) if query.get("prompt_of") else None
     text, column = _text(query, "text", ""), _text(query, "in", "completion")
     return view, view.matching(query.get("where", ()), text=text, column=column, prompt_of=prompt_of)
 
 
-def _view(views: Sequence[View], run: str) -> View:
+def view_of(views: Sequence[View], run: str) -> View:
+    """Return a run by its place, or a store of its evaluations by `PLACE~NAME`."""
     number, _, evaluation = run.partition("~")
     if not number.isdecimal() or len(number) > 18 or int(number) >= len(views):
         raise MissingKeyError(f"there is no run {run[:20]}.")

@@ -1,8 +1,12 @@
-"""The server of the pages: reads only, this machine only, and only for whoever has the key in the printed URL."""
+"""The server of the pages: this machine only, and only for whoever has the key in the printed URL.
+
+It reads runs and stores and never writes to them; notes are in a file of their own.
+"""
 
 from __future__ import annotations
 
 import hmac
+import json
 import secrets
 import socket
 import tempfile
@@ -21,10 +25,11 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rlhf_pipeline.errors import MissingKeyError, PipelineError
+from rlhf_pipeline.errors import DefinitionError, MissingKeyError, PipelineError
 from rlhf_pipeline.exchange.exporter import export_store
 from rlhf_pipeline.report.query import View
-from rlhf_pipeline.report.view.answers import answer, exported
+from rlhf_pipeline.report.view.answers import answer, exported, view_of
+from rlhf_pipeline.report.view.notes import Notes
 from trajectory_store import MissingRowError, StoreError
 
 HOST: Final = "127.0.0.1"
@@ -135,6 +140,25 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
             file, 200, _HEADERS, _EXPORTS[kind], filename=file.name, background=BackgroundTask(folder.cleanup)
         )
 
+    def note(request: Request, body: bytes) -> Response:
+        """Record a note in the file beside a run; the run and its store are read, never written."""
+        try:
+            with lock:
+                view = view_of(views, request.path_params["run"])
+                view.check_there(request.path_params["row"])
+                content: object = json.loads(body)
+                if not isinstance(content, dict):
+                    raise DefinitionError("a note is a text and a list of labels.")
+                Notes(view.address).write(str(request.path_params["row"]), content)
+        except (MissingKeyError, MissingRowError) as error:
+            return JSONResponse({"error": str(error)}, 404, _HEADERS)
+        except (PipelineError, StoreError, ValueError, OSError) as error:
+            return JSONResponse({"error": str(error)}, 400, _HEADERS)
+        return JSONResponse({}, 200, _HEADERS)
+
+    async def noted(request: Request) -> Response:
+        return await run_in_threadpool(note, request, await request.body())
+
     async def api(request: Request) -> Response:
         return await run_in_threadpool(ask, request)
 
@@ -146,6 +170,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
         Route("/static/{name}", static),
         Route("/api/{path:path}", api),
         Route("/export/{run}.{kind}", download),
+        Route("/notes/{run}/{row:int}", noted, methods=["POST"]),
     ]
     return Guard(Starlette(routes=routes), port=port, key=key)
 

@@ -21,6 +21,15 @@ const tint = shade => { const s = Math.max(-1, Math.min(1, shade)); return `back
 
 export async function trajectoryPage(at, state, draw) {
   const first = Number(at.query.get("first") ?? 0), t = await get(`runs/${at.run}/trajectories/${at.id}${first ? `?first=${first}` : ""}`);
+  const noted = isReport ? { path: null, notes: {} } : await get(`runs/${at.run}/notes`), note = noted.notes[t.id] ?? { text: "", labels: [] };
+  let saved = "";
+  const save = async event => {
+    event.preventDefault();
+    const form = new FormData(event.target), labels = form.get("labels").split(",").map(label => label.trim()).filter(Boolean);
+    const reply = await fetch(`/notes/${at.run}/${t.id}`, { method: "POST", body: JSON.stringify({ text: form.get("text"), labels }) });
+    if (reply.ok) Object.assign(note, { text: form.get("text"), labels });
+    saved = reply.ok ? "saved" : (await reply.json()).error; paint();
+  };
   const usable = Object.entries(MEASURES).filter(([, m]) => t.ids.some((_, i) => m.of(t, i) !== null));
   let by = usable.some(([key]) => key === at.query.get("color")) ? at.query.get("color") : usable[0]?.[0] ?? "surprise";
   let here = Math.min(Math.max(Number(at.query.get("token") ?? t.prompt_tokens) - first, 0), Math.max(t.ids.length - 1, 0)), chart = null;
@@ -69,6 +78,9 @@ export async function trajectoryPage(at, state, draw) {
       ${usable.length ? html`<section class="card gap"><h2>${MEASURES[by].title} over the tokens</h2><div id="curve"></div></section>` : nothing}
       ${t.messages ? html`<details class="card gap" ?open=${shown || hasTools(t.messages)}><summary>The conversation as messages: ${fmt(t.messages.length)}</summary>${t.messages.map(m => message(m, t.messages, body))}</details>` : nothing}
       ${t.ids.length && !(shown && t.messages) ? html`<details class="card gap" ?open=${shown}><summary>Texts as stored</summary><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${withTools(t.completion, body)}</details>` : nothing}
+      ${noted.path ? html`<details class="card gap" ?open=${note.text || note.labels.length}><summary>Note${note.labels.map(label => html` <span class="chip">${visible(label)}</span>`)}</summary><form class="note" @submit=${save}>
+        <label>labels, separated by commas <input name="labels" .value=${note.labels.join(", ")} autocomplete="off"></label><label>note <textarea name="text" rows="3" .value=${note.text}></textarea></label>
+        <button class="b">Save</button> <span role="status">${visible(saved)}</span><p class="soft">kept in ${visible(noted.path)}</p></form></details>` : nothing}
     </div>${t.ids.length ? html`<aside class="card side" aria-label="The chosen token"><details open><summary><h2>Token <code dir="auto">${named(t.pieces[here])}</code></h2></summary>
       <div aria-live="polite"><dl>${numbers(here).map(([name, value]) => html`<dt>${name}</dt><dd>${fmt(value, 4)}</dd>`)}</dl></div>
       ${usable.length ? html`<div class="scale" .style=${`background:linear-gradient(to ${MEASURES[by].flip ? "left" : "right"}, ${["surprise", "entropy"].includes(by) ? "transparent" : "color-mix(in srgb, var(--cool) 55%, transparent), transparent"}, color-mix(in srgb, var(--warm) 55%, transparent))`}></div>

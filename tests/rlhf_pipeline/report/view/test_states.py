@@ -207,3 +207,25 @@ def test_a_difference_is_word_by_word(browser: Any, odd: Path):
             "unknown",
         ]
         assert wrong == []
+
+
+@pytest.mark.slow
+def test_a_note_is_kept_beside_the_run(browser: Any, tmp_path: Path):
+    """A note and its labels are there after a reload, in a file beside the run, whose own files are as before."""
+    run = write_run(tmp_path / "run", num_rollouts=1)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with serving(run) as url, opened(browser, url) as (page, wrong):
+        go(page, url, "0/t/3")
+        page.locator("summary:has-text('Note')").click()
+        page.fill("[name=labels]", "loops, <b>odd</b>")
+        page.fill("[name=text]", "says the same twice")
+        page.click("form.note button")
+        page.wait_for_selector("form.note [role=status]:has-text('saved')")
+        page.reload()
+        page.wait_for_selector("form.note", state="attached")
+        assert page.input_value("[name=text]") == "says the same twice"
+        assert page.locator("summary .chip").all_inner_texts() == ["loops", "<b>odd</b>"]
+        assert wrong == []
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    last = json.loads((tmp_path / "run.notes.jsonl").read_text().splitlines()[-1])
+    assert last == {"id": "3", "text": "says the same twice", "labels": ["loops", "<b>odd</b>"]}
