@@ -91,9 +91,9 @@ def dynamic_figures(
         num_groups: the groups of a rollout, and of each round.
         most_rounds: the most rounds.
 
-    >>> dynamic_figures(np.array([1, 1, 4, 4]), np.array([0.0, 1.0, 0.0, 1.0]), wanted=2, most_rounds=4)
+    >>> dynamic_figures(np.array([1, 1, 4, 4]), np.array([0.0, 1.0, 0.0, 1.0]), num_groups=2, most_rounds=4)
     {'rounds': 3, 'dropped_groups': 0.6}
-    >>> dynamic_figures(np.array([0, 0, 4, 4]), np.array([0.0, 0.0, 0.0, 1.0]), wanted=2, most_rounds=4)
+    >>> dynamic_figures(np.array([0, 0, 4, 4]), np.array([0.0, 0.0, 0.0, 1.0]), num_groups=2, most_rounds=4)
     {'rounds': 4, 'dropped_groups': 0.75}
     """
     full = len(spread_groups(rewards, offsets)) == num_groups

@@ -27,7 +27,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from trajectory_store.adapters import recorder_here
-from trajectory_store.adapters.rewards import episode_outcomes
+from trajectory_store.adapters.recorded_rewards import episode_outcomes
 from trajectory_store.errors import SchemaError
 from trajectory_store.recorder import TrajectoryRecorder
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajectory_store.adapters.rewards import episode_outcomes
+from trajectory_store.adapters.recorded_rewards import episode_outcomes
 from trajectory_store.recorder import TrajectoryRecorder
 
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from trajectory_store.adapters import recorder_here
-from trajectory_store.adapters.rewards import episode_outcomes
+from trajectory_store.adapters.recorded_rewards import episode_outcomes
 from trajectory_store.recorder import TrajectoryRecorder
 
 _FAILURES = {"aborted": "engine", "pending": "engine", "failed": "tool_error"}

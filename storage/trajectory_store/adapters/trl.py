@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trajectory_store import extras
-from trajectory_store.adapters.rewards import reward_part
+from trajectory_store.adapters.recorded_rewards import reward_part
 from trajectory_store.errors import BatchError, SchemaError
 from trajectory_store.recorder.learnable_rows import learnable_rows
 from trajectory_store.recorder.raw_rollout import text_of, weighted

@@ -25,7 +25,7 @@ import numpy as np
 
 from trajectory_store import extras
 from trajectory_store.adapters import recorder_here, store_here
-from trajectory_store.adapters.rewards import episode_outcomes, reward_part
+from trajectory_store.adapters.recorded_rewards import episode_outcomes, reward_part
 from trajectory_store.errors import BatchError, SchemaError
 from trajectory_store.recorder import TrajectoryRecorder, learnable_rows
 from trajectory_store.recorder.standard import EPISODE
