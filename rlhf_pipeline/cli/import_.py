@@ -153,6 +153,7 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
                 f"{file} is gone, with no compressed form in its place: rows that were written to it since it was last "
                 "read are not in the store"
             ),
+            on_unreadable=lambda reason: warn(f"a file could not be read, so its rows are not in the store: {reason}"),
             **options,
         )
     say(f"{into}: {count(total, 'trajectory')} imported")
@@ -175,7 +176,8 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         others = ", ".join(str(path) for path in report.other_files[:3])
         passed_over.append(f"  {count(len(report.other_files), 'file')} without rollouts: {others}")
     if report.unreadable:
-        passed_over.append(f"  {count(len(report.unreadable), 'file')} could not be read: {report.unreadable[0]}")
+        reason = next(iter(report.unreadable.values()))
+        passed_over.append(f"  {count(len(report.unreadable), 'file')} could not be read: {reason}")
     passed_over += [f"  skipped: {bad}" for file in report.files for bad in file.bad]
     if not report.num_imported:
         return [

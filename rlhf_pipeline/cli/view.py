@@ -203,7 +203,7 @@ def _say_notices(report: ImportReport) -> None:
     if report.other_files:
         paths = ", ".join(str(path) for path in report.other_files[:3])
         say(f"{count(len(report.other_files), 'file')} without rollouts left out: {paths}")
-    for problem in report.unreadable[:3]:
+    for problem in [*report.unreadable.values()][:3]:
         say(f"NOTICE: skipped an unreadable file: {problem}")
     for file in report.files:
         if file.num_assumed_one_turn:

@@ -25,6 +25,7 @@ def follow_folder(
     until_quiet_s: float | None = None,
     on_round: Callable[[ImportReport], None] | None = None,
     on_vanished: Callable[[Path], None] | None = None,
+    on_unreadable: Callable[[str], None] | None = None,
     wait: Callable[[float], None] = time.sleep,
     **options: Any,
 ) -> int:
@@ -42,6 +43,8 @@ def follow_folder(
         on_round: called with the report of each round that imported rows.
         on_vanished: called with each file that disappeared and has no compressed form in its place: rows that were
             written to it after it was last read are unknown.
+        on_unreadable: called at the end with the reason for each file that is there and could not be read, such as a
+            table that was never completed.
         wait: called between rounds with seconds.
         options: those of `import_files`.
 
@@ -49,7 +52,7 @@ def follow_folder(
         MissingPathError: the folder does not exist.
         DefinitionError, DataError, RunExistsError, StoreError: see `import_files`.
     """
-    source = Path(folder).expanduser()
+    source = Path(folder).expanduser().resolve()  # reports name files by their resolved paths
     if not source.is_dir():
         raise MissingPathError(f"there is no folder at {source} to follow.")
     on_file = options.pop("on_file", None)
@@ -62,6 +65,7 @@ def follow_folder(
 
     read: dict[Path, tuple[int, int]] = {}
     unsettled: dict[Path, float] = {}
+    unreadable: dict[Path, str] = {}
     total, changed_at = 0, time.monotonic()
     while True:
         ends = stop()
@@ -91,11 +95,17 @@ def follow_folder(
                     unsettled[file.path] = now
                 else:
                     unsettled.pop(file.path, None)
+            unreadable = {
+                file: why for file, why in unreadable.items() if not {file, *file.parents}.intersection(paths)
+            } | report.unreadable
             read |= {file: states[file] for file in paths if file in states and file not in report.vanished}
             total += report.num_imported
             if on_round is not None and report.num_imported:
                 on_round(report)
         if ends or quiet:
+            for file, why in unreadable.items():
+                if on_unreadable is not None and {file, *file.parents}.intersection(states):
+                    on_unreadable(why)
             return total
         wait(_POLL_S)
 

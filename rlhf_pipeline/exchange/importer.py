@@ -81,7 +81,7 @@ class ImportReport:
         store: the folder.
         files: one report per file, in order.
         other_files: files of the folders and archives that contain no rollouts.
-        unreadable: files of the folders and archives that could not be read, each with the reason.
+        unreadable: the reason for each file of the folders and archives that could not be read.
         vanished: files that a growing folder had, and that were gone before they were read completely.
         num_tokens: tokens of the imported trajectories, prompts included.
         num_encoded: trajectories whose text was encoded.
@@ -100,7 +100,7 @@ class ImportReport:
     store: Path
     files: list[FileReport] = field(default_factory=list[FileReport])
     other_files: list[Path] = field(default_factory=list[Path])
-    unreadable: list[str] = field(default_factory=list[str])
+    unreadable: dict[Path, str] = field(default_factory=dict[Path, str])
     vanished: list[Path] = field(default_factory=list[Path])
     num_tokens: int = 0
     num_encoded: int = 0
@@ -485,7 +485,7 @@ def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportR
                 raise
             refusals.append(error)
             if isinstance(error, DataError):
-                report.unreadable.append(str(error))
+                report.unreadable[candidate.dump.path] = str(error)
             else:
                 report.other_files.append(candidate.dump.path)
             continue

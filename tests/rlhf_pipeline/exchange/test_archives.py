@@ -116,4 +116,4 @@ def test_one_truncated_dump_does_not_reject_its_folder(tmp_path: Path):
     report = import_files([tmp_path], tmp_path / "store")
     assert report.num_imported == 2
     assert len(report.unreadable) == 1
-    assert "2.pt cannot be read" in report.unreadable[0]
+    assert "2.pt cannot be read" in next(iter(report.unreadable.values()))
