@@ -346,9 +346,32 @@ class Segment(ABC):
                 begins = table["rows_end"].astype(np.int64) - counts - first
                 times, served_times = np.full(self.rows - first, -1, np.int64), times
                 times[expand(begins, counts)] = served_times
-        for gap in self.gaps:
+        if self.meta.merged and self.meta.kind == "rows":
+            self._estimate(times, first)
+        for gap in self.hidden:
             times[max(0, gap.first - first) : max(0, gap.end - first)] = -1
         return times
+
+    def _estimate(self, times: Int64Array, first: int) -> None:
+        """Put rows whose time is damaged beside rows of their source, or of the sources around it, that have theirs."""
+        unknown = np.zeros(len(times), np.bool_)
+        for gap in self.gaps:
+            if gap.array == ROW_TIME:
+                unknown[max(0, gap.first - first) : max(0, gap.end - first)] = True
+        if not unknown.any():
+            return
+        right = np.flatnonzero(~unknown)
+        sources = self.row_ids(first, self.rows) >> ORDINAL_SHIFT
+        for row in np.flatnonzero(unknown).tolist():
+            at = int(right.searchsorted(row))
+            beside = [int(right[i]) for i in (at - 1, at) if 0 <= i < len(right)]
+            beside.sort(key=lambda other: sources[other] != sources[row])
+            times[row] = times[beside[0]] if beside else self.meta.created_ns
+
+    @property
+    def hidden(self) -> list[Gap]:
+        """The gaps whose rows are not served; of merged rows whose times are damaged, the order is estimated."""
+        return self.gaps if self.meta.kind == "update" else [gap for gap in self.gaps if gap.array != ROW_TIME]
 
     def add_gap(self, gap: Gap) -> None:
         """Leave out rows from now on; of a commit that is left out as a whole, its first reason stays."""
@@ -400,7 +423,8 @@ class Segment(ABC):
     def report(self, report: VerifyReport, gap: Gap) -> None:
         """Report a commit whose rows are not there: as a loss if the owner of the store has accepted it."""
         (report.loss if self.is_accepted(gap) else report.problem)(f"{self.name}: {gap.why}")
-        report.damaged(self.gap_ids(gap))
+        if self.meta.kind == "update" or gap.array != ROW_TIME:
+            report.damaged(self.gap_ids(gap))
 
     def is_accepted(self, gap: Gap) -> bool:
         """Return whether the owner of the store has accepted the loss of a commit's rows."""

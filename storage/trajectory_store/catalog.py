@@ -65,7 +65,7 @@ def _may_hold(segment: Segment, ids: Int64Array) -> bool:
 def _missing_rows(segment: Segment) -> int:
     """Return how many rows of a segment are not served."""
     count, end = 0, 0
-    for gap in sorted(segment.gaps, key=lambda gap: gap.first):
+    for gap in sorted(segment.hidden, key=lambda gap: gap.first):
         count, end = count + max(0, gap.end - max(gap.first, end)), max(end, gap.end)
     return count
 
@@ -338,7 +338,12 @@ class Catalog:
             if new and len(new) != segment.reported:
                 segment.reported = len(new)
                 rows, more = sum(gap.end - gap.first for gap in new), f" (and {len(new) - 1} more)" * (len(new) > 1)
-                self._note(f"{segment.name}: {rows} rows are not served: {new[0].why}{more}.")
+                lost = (
+                    "are not served"
+                    if any(gap in segment.hidden for gap in new)
+                    else "have no time, so their order is estimated"
+                )
+                self._note(f"{segment.name}: {rows} rows {lost}: {new[0].why}{more}.")
 
     def _note(self, problem: str) -> None:
         if problem in self.problems:
@@ -430,7 +435,7 @@ class Catalog:
                 self.check([(segment, rows)], segment.schema.columns)
             if not self.medium.complete:  # there, rows are compared as they are fetched
                 self.find_damage([*updates, *runs])
-        out = [(s, gap, s.gap_ids(gap)) for s, _ in runs for gap in s.gaps if s.is_damage(gap)]
+        out = [(s, gap, s.gap_ids(gap)) for s, _ in runs for gap in s.hidden if s.is_damage(gap)]
         for update, gap in ((u, gap) for u, _ in updates for gap in u.gaps if u.is_damage(gap)):
             targets = update.sure_targets(gap)
             out.append((update, gap, (self.ids() if ids is None else ids) if targets is None else targets))
@@ -711,7 +716,7 @@ class Catalog:
         """Yield the gaps that hold some of these rows, and which."""
         for segment in self._gappy:
             in_segment = address.ordinals == segment.ordinal
-            for gap in segment.gaps if in_segment.any() else ():
+            for gap in segment.hidden if in_segment.any() else ():
                 mine = in_segment & (address.rows >= gap.first) & (address.rows < gap.end)
                 if mine.any():
                     yield segment, gap, mine

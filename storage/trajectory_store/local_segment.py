@@ -190,7 +190,7 @@ class LocalSegment(Segment):
         elif not self.closed:
             first = min(mark or 0, commits)
         for seq in range(first, commits):
-            self._check(seq, promised=promised_all or mark is None or seq < mark)
+            self._check_unsynced(seq, promised=promised_all or mark is None or seq < mark)
         for seq in range(first if self.accepted else 0):  # what was accepted as lost is still not served
             record = log.get(seq)
             begin, end = (0, 0) if record is None else (record.rows_end - record.n_rows, record.rows_end)
@@ -215,14 +215,17 @@ class LocalSegment(Segment):
         except (FileNotFoundError, NotADirectoryError):
             return True
 
-    def _check(self, seq: int, *, promised: bool = True) -> None:
-        """Compare a commit, and leave out the rows of blocks that differ; all of a commit that nobody was promised."""
-        gaps = self.damage_in(seq)
-        if gaps and not promised:
-            gaps = [Gap(seq, *self.around(seq), "")]
-            self.dropped.add(seq)
-        for gap in gaps:
+    def _check(self, seq: int) -> None:
+        """Compare a commit, and leave out the rows of blocks that differ."""
+        for gap in self.damage_in(seq):
             self.add_gap(gap)
+
+    def _check_unsynced(self, seq: int, *, promised: bool) -> None:
+        """Compare a commit that may not have reached the disk as a whole: it counts as a whole or not at all."""
+        if self.damage_in(seq):
+            self.add_gap(Gap(seq, *self.around(seq), f"commit {seq} is damaged" if promised else ""))
+            if not promised:
+                self.dropped.add(seq)
 
     def damage_in(self, seq: int) -> list[Gap]:
         """Compare a commit; return the rows that are damaged, by array."""
@@ -482,7 +485,7 @@ class LocalSegment(Segment):
 
     def _check_part(self, seq: int, name: str, rows: Int64Array, *, is_read: bool) -> None:
         """Compare the blocks of an array that hold rows of a commit, and leave out the rows of those that differ."""
-        for gap in self.gaps:  # where a row that is appended later begins, may be in a block that is left out
+        for gap in self.hidden:  # where a row that is appended later begins, may be in a block that is left out
             self._mark(_ALL, slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1))
         every = self._compared_rows(_ALL)
         if every is None or not len(rows := rows[~every[rows]]):
@@ -500,7 +503,6 @@ class LocalSegment(Segment):
             return
         for gap in gaps:
             self.add_gap(gap)
-            self._mark(_ALL, slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1))
         self._mark(name, rows)
 
     def _parts(self, first: int, end: int) -> dict[str, tuple[range, int]] | None:
@@ -681,7 +683,7 @@ class LocalSegment(Segment):
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""
-        record = self.log.get(gap.seq) if gap.array and gap.seq < self.records else None
+        record = self.log.get(gap.seq) if 0 <= gap.seq < self.records else None
         rows = np.arange(gap.first, gap.end)
         if record is None or self._damage_of(record, self._sure_parts(record), TARGET, rows):
             return None
@@ -898,7 +900,8 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
             report.problem(f"{name}: {error}")
         if right and not segment.has_block_crcs(record):
             report.problem(f"{name}: {CHECKS} is damaged or missing for commit {seq}; its data is intact")
-        for gap in () if right else segment.damage_in(seq) or [Gap(seq, first, last, "")]:
+        whole = Gap(seq, first, last, "")
+        for gap in () if right else [whole] if seq in segment.lost_commits() else segment.damage_in(seq) or [whole]:
             words = f"the data of commit {seq} (rows {gap.first} to {gap.end - 1}) is damaged"
             segment.report(report, gap._replace(why=f"{words}: a block of {gap.array}" if gap.array else words))
     return end

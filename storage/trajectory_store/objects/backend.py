@@ -213,8 +213,9 @@ class ObjectMedium(Medium):
         for seq in range(segment.records):
             if seq in lost_commits:
                 continue
-            for gap in _damage_in(self.bucket.get(segment.key(seq)), segment, seq, report):
-                segment.add_gap(gap)
+            damage = _damage_in(self.bucket.get(segment.key(seq)), segment, seq, report)
+            if damage:
+                segment.leave_out(seq, damage[0].why)
 
     def fetch(self, parts_of: Mapping[Segment, Iterable[Part]]) -> None:
         """Request together the objects that will be read first; the segments use them when they are read."""

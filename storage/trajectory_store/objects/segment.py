@@ -809,11 +809,18 @@ class ObjectSegment(Segment):
 
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known."""
-        self.find_damage(slice(0, self.rows), (TARGET,))
-        lost = (earlier for earlier in self.gaps if earlier.array in ("", TARGET))
-        if not gap.array or any(earlier.first < gap.end and gap.first < earlier.end for earlier in lost):
+        if self.sealed is not None:
+            self.find_damage(slice(0, self.rows), (TARGET,))
+            if any(one.array == TARGET and one.first < gap.end and gap.first < one.end for one in self.gaps):
+                return None
+            return np.array(self.array(TARGET)[gap.first : gap.end])
+        try:
+            targets, gaps = self.compared(gap.seq, self.specs[TARGET], *self._contents(gap.seq, None), None)
+        except (StoreError, FileNotFoundError, IndexError):
             return None
-        return np.array(self.array(TARGET)[gap.first : gap.end])
+        first = self.history[gap.seq].rows_end - self.history[gap.seq].n_rows
+        damaged = any(one.first < gap.end and gap.first < one.end for one in gaps)
+        return None if damaged else targets[gap.first - first : gap.end - first]
 
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:
         """Return how many elements of an array a commit has, and where they begin in the segment."""
