@@ -86,7 +86,8 @@ class PreadBytes:
         """Read a range of bytes. One call mostly gives them all; otherwise a loop gets the rest or raises the error."""
         try:
             data = os.pread(self._fd, stop - start, start)
-        except OSError:
+        except OSError as error:
+            fs.pass_external(error)
             data = b""
         return data if len(data) == stop - start else read_range(self._fd, start, stop, self._path)
 

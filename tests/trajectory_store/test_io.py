@@ -55,6 +55,21 @@ def test_bytes_on_demand(tmp_path):
         PreadBytes(path, 10)
 
 
+def test_a_time_limit_that_ends_a_read_is_raised(tmp_path, monkeypatch):
+    """A TimeoutError from outside, raised while the system reads, is no failed read: nothing reads again and goes on."""
+    (tmp_path / "f").write_bytes(b"0123456789")
+    file, pread = PreadBytes(tmp_path / "f", 10), os.pread
+
+    def interrupted(*args):
+        monkeypatch.setattr(os, "pread", pread)  # the alarm of a test's or a user's time limit comes once
+        raise TimeoutError("the time limit of a caller")
+
+    monkeypatch.setattr(os, "pread", interrupted)
+    with pytest.raises(TimeoutError, match="of a caller"):
+        file[2:5]
+    assert file[2:5] == b"234"
+
+
 @pytest.mark.filterwarnings("ignore:.*rows are not served:RuntimeWarning")
 def test_positional_reads_survive_a_file_cut_short(tmp_path):
     """Where a map would end the process with SIGBUS, pread gives an error and goes on."""

@@ -449,7 +449,7 @@ def _check_sealed(bucket: Bucket, segment: ObjectSegment, report: VerifyReport) 
                     else:
                         report.bytes += values.nbytes
             except FileNotFoundError:
-                report.problem(f"object {key} is missing")
+                report.problem(f"{segment.name}: object {key} is missing")
                 lost += chunks
             for first, end in (part for chunk in lost for part in segment.rows_of_chunk(spec, chunk)):
                 segment.report(report, Gap(0, first, end, f"rows {first} to {end - 1} of {name} are damaged", name))
