@@ -56,7 +56,7 @@ def test_bytes_on_demand(tmp_path):
 
 
 def test_a_time_limit_that_ends_a_read_is_raised(tmp_path, monkeypatch):
-    """A TimeoutError from outside, raised while the system reads, is no failed read: nothing reads again and goes on."""
+    """A TimeoutError from outside, raised while the system reads, is not a failed read: nothing reads again."""
     (tmp_path / "f").write_bytes(b"0123456789")
     file, pread = PreadBytes(tmp_path / "f", 10), os.pread
 
