@@ -19,11 +19,12 @@ from rlhf_pipeline.data.files import Container
 from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._values import schema_beside, to_json
-from rlhf_pipeline.exchange.atif_documents import READ, atif_documents
+from rlhf_pipeline.exchange.atif_documents import atif_documents
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.arrow import arrow_schema, write_parquet
 from trajectory_store.recorder.learnable_rows import learnable_rows
+from trajectory_store.recorder.standard import INTERNAL
 
 BATCH_ROWS = 512
 Backend = Literal["memmap", "zarr"]
@@ -70,8 +71,8 @@ def export_store(
     Args:
         store: an open store, or its folder.
         to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; `FILE.atif.jsonl` or a folder
-            `NAME.atif` for agent trajectories in ATIF 1.8, which hold what was sampled, its log-probs, and in `extra`
-            reward, group, version, temperature and advantage. It must not exist.
+            `NAME.atif` for agent trajectories in ATIF 1.8, which hold what was sampled, its log-probs, and every
+            other column in `extra`. It must not exist.
         filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
         columns: only these columns; then an import gives them alone.
         batch_rows: trajectories that are in memory at once.
@@ -130,7 +131,7 @@ def _export_atif(
             for document in documents:
                 text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2)
                 (part / f"trajectory-{document['trajectory_id']}.json").write_text(text, encoding="utf-8")
-        used = tuple(name for name in READ if name in opened.schema)
+        used = tuple(name for name in opened.schema.names if name not in INTERNAL)
     return ExportReport(path=target, kind="atif", num_trajectories=len(ids), num_left_out=left_out, columns=used)
 
 

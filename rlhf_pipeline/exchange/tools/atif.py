@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.exchange.fields import Fields, Made, part_of
 from rlhf_pipeline.exchange.tools.registry import RawRollouts, or_unknown, tool
-from trajectory_store.recorder.raw_rollout import RawRollout, Row, as_failure, as_ids, as_list, message_text, text_of
+from trajectory_store.recorder.raw_rollout import (
+    RawRollout,
+    Row,
+    as_failure,
+    as_ids,
+    as_list,
+    excerpt,
+    message_text,
+    text_of,
+)
 
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
@@ -42,8 +52,9 @@ def _documents(row: Fields, document: Row, trial: Row, parent: Row, depth: int =
         values = parts[-1]["made"]  # what an environment said last, which no prompt has
         for name, filling in (("completion_ids", after), ("completion_mask", [0] * len(after))):
             values[name] = Made(values[name].how, [*values[name].value, *filling])
-        if "log_probs" in values:
-            values["log_probs"] = Made(values["log_probs"].how, [*values["log_probs"].value, *[None] * len(after)])
+        for name in ("log_probs", "ref_log_probs"):
+            if name in values:
+                values[name] = Made(values[name].how, [*values[name].value, *[None] * len(after)])
     for place, part in enumerate(parts):
         yield _record(row, document, part, extra, trial, (place, depth))
     for subagent in document.get("subagent_trajectories") or ():
@@ -54,7 +65,10 @@ def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where
     agent, failed = part_of(document, "agent"), part_of(trial, "exception_info").get("exception_type")
     task = extra.get("group", extra.get("group_id", trial.get("task_name")))
     place, depth = where
+    stored_meta = part_of(extra, "stored_meta")
     compared = (task, agent.get("name"), *([depth] if depth else []))  # an agent that another called has another task
+    if extra.get("created_at") is not None:
+        part["made"]["created_at"] = Made("extra.created_at", extra["created_at"])
     if extra.get("completion"):
         part["made"]["completion"] = Made("extra.completion", extra["completion"])
     used_fields = {
@@ -67,7 +81,15 @@ def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where
         "finish_reason",
         "failure_reason",
     }
-    used_fields |= {"log_prob_mode", "evaluation", "completion", "token_ids_after", "mask_known"}
+    used_fields |= {
+        "log_prob_mode",
+        "evaluation",
+        "completion",
+        "token_ids_after",
+        "mask_known",
+        "created_at",
+        "stored_meta",
+    }
     return row.of({**extra, "extra": extra, "trial": trial}).record(
         part["made"],
         reward=Made("extra.reward", extra["reward"]) if "reward" in extra else _reward_of(row, trial),
@@ -80,7 +102,9 @@ def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where
         failure=Made("extra.failure_reason", as_failure(extra.get("failure_reason", failed), "failure_reason")),
         group=None if task is None else Made("extra.group or the trial's task", compared),
         one_turn=part["one_turn"],
-        meta={key: value for key, value in extra.items() if key not in used_fields}
+        meta=dict(part_of(stored_meta, "prompt"))
+        | {name: stored_meta[name] for name in ("untrusted_reward", "encoded") if name in stored_meta}
+        | {key: value for key, value in extra.items() if key not in used_fields}
         | {"agent": agent.get("name"), "session": document.get("session_id"), "part": place},
         flags={
             "one_prompt": False,
@@ -120,12 +144,15 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
             )
         prompt = as_ids(prompt, f"steps[{place}].metrics.prompt_token_ids")
         ids = as_ids(metrics["completion_token_ids"], f"steps[{place}].metrics.completion_token_ids")
-        scores = metrics.get("logprobs")
+        more = part_of(metrics, "extra")
+        scores, reference = metrics.get("logprobs", more.get("logprobs")), more.get("ref_log_probs")
         if scores is not None and len(as_list(scores, "logprobs")) != len(ids):
             raise DataError(f"steps[{place}] has {len(ids)} completion_token_ids and {len(scores)} logprobs.")
+        if reference is not None and len(as_list(reference, "ref_log_probs")) != len(ids):
+            raise DataError(f"steps[{place}] has {len(ids)} completion_token_ids and {len(reference)} ref_log_probs.")
         whole = parts[-1] if parts else None
         if whole is None or prompt[: len(whole["tokens"])] != whole["tokens"]:
-            whole = {"start": len(prompt), "tokens": [], "mask": [], "scores": [], "texts": []}
+            whole = {"start": len(prompt), "tokens": [], "mask": [], "scores": [], "reference": [], "texts": []}
             whole["prompt"] = [message for step in steps[before:place] for message in _messages(step)]
             parts.append(whole)
         else:
@@ -133,7 +160,9 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
         num_replies = len(prompt) - len(whole["tokens"])
         whole["tokens"] = [*prompt, *ids]
         whole["mask"] += [0] * num_replies + [1] * len(ids)
-        whole["scores"] += [None] * num_replies + (list(scores) if scores is not None else [None] * len(ids))
+        for name, given in (("scores", scores), ("reference", reference)):
+            whole[name] += [None] * num_replies + (list(given) if given is not None else [None] * len(ids))
+        whole["timestamp"] = steps[place].get("timestamp")
         whole["texts"].append(message_text(_messages(steps[place])[0]))
         before = place + 1
     return [{"made": _made_of(whole), "one_turn": True} for whole in parts]
@@ -150,7 +179,20 @@ def _made_of(whole: Row) -> dict[str, Made]:
     }
     if any(score is not None for score in whole["scores"]):
         values["log_probs"] = Made("metrics.logprobs", whole["scores"][start:])
+    if any(score is not None for score in whole["reference"]):
+        values["ref_log_probs"] = Made("metrics.extra.ref_log_probs", whole["reference"][start:])
+    if whole["timestamp"] is not None:
+        values["created_at"] = Made("timestamp of the last sampled step", _seconds(whole["timestamp"]))
     return values
+
+
+def _seconds(timestamp: Any) -> float:
+    """Return the seconds since 1970 of an ISO 8601 time, in UTC where it names no zone."""
+    try:
+        moment = datetime.fromisoformat(str(timestamp))
+    except ValueError:
+        raise DataError(f"field 'timestamp' must be a time in ISO 8601, got {excerpt(timestamp)}.") from None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _is_sampled(step: Row) -> bool:

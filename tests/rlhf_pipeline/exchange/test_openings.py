@@ -18,6 +18,7 @@ from rlhf_pipeline.cli import view
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange import export_store, follow_folder, import_files
 from trajectory_store import TrajectoryStore
+from trajectory_store.recorder.standard import TURN_REWARDS
 
 from .conftest import Write
 
@@ -104,7 +105,7 @@ def test_what_is_only_looked_at_is_not_asked_for(tmp_path: Path, jsonl: Write, c
         ("chat", [{"messages": TALK}], [math.nan]),
     ):
         (tmp_path / f"{name}-store").mkdir()
-        store = view._imported(jsonl(given, f"{name}.jsonl"), tmp_path / f"{name}-store", None, {})
+        store, _ = view._imported(jsonl(given, f"{name}.jsonl"), tmp_path / f"{name}-store", False, None, {})
         assert np.array_equal(columns(store)["task_reward"], reward, equal_nan=True)
     said = capsys.readouterr().out
     assert "several rewards, shown as their sum" in said
@@ -112,8 +113,10 @@ def test_what_is_only_looked_at_is_not_asked_for(tmp_path: Path, jsonl: Write, c
     asked = jsonl([{"question": "a", "reply": "b"}], "other.jsonl")
     (tmp_path / "other-store").mkdir()
     with pytest.raises(DefinitionError, match=r"no field for prompt and completion.*--field prompt=NAME"):
-        view._imported(asked, tmp_path / "other-store", None, {})
-    store = view._imported(asked, tmp_path / "other-store", None, {"prompt": "question", "completion": "reply"})
+        view._imported(asked, tmp_path / "other-store", False, None, {})
+    store, _ = view._imported(
+        asked, tmp_path / "other-store", False, None, {"prompt": "question", "completion": "reply"}
+    )
     assert columns(store)["completion"] == ["b"]
 
 
@@ -226,23 +229,36 @@ def test_exported_trajectories_come_back(tmp_path: Path, jsonl: Write):
     """ATIF holds what was sampled, in turns, and in `extra` what it does not know; an import makes the same rows."""
     row = {"prompt_ids": [1, 2], "completion_ids": [3, 8, 4, 8], "completion_mask": [1, 0, 1, 0], "prompt": "p"}
     row |= {"log_probs": [-0.5, None, -1.0, None], "temperature": 0.5, "policy_version": 7, "completion": "c d"}
+    row |= {"ref_log_probs": [-0.25, None, -2.0, None], "created_at": 1.7e9 + 1e-7}
     given = [row | {"reward": 1.0, "advantage": 0.5, "answer": "d"}, row | {"reward": 0.0, "finish_reason": "stop"}]
     given.append({"prompt_ids": [1, 2], "completion_ids": [5], "error": "x", "reward": 0.0, "policy_version": 7})
+    given.append(
+        row | {"completion_mask": [1, 1, 0, 1], "log_probs": [-0.5, None, None, -1.0], "reward": 0.5, "level": "hard"}
+    )
     import_files([jsonl(given)], tmp_path / "store")
+    with TrajectoryStore.open(tmp_path / "store", mode="a", add_columns=[TURN_REWARDS]) as store:
+        rows = store.read(store.ids()[:1], ["input_ids"])
+        store.append(
+            {"input_ids": rows["input_ids"], "assistant_mask": [np.array([0, 0, 1, 0, 1, 0], bool)], "group_id": [5]}
+            | {"turn_rewards": [np.array([0.5, np.nan], np.float32)], "return": [2.5], "num_prompt_tokens": [2]}
+        )
     wanted = columns(tmp_path / "store")
     for name in ("one.atif.jsonl", "many.atif"):
         report = export_store(tmp_path / "store", tmp_path / name)
-        assert (report.kind, report.num_trajectories) == ("atif", 3)
+        assert (report.kind, report.num_trajectories) == ("atif", 5)
         import_files([tmp_path / name], tmp_path / f"{name}-store")
         found = columns(tmp_path / f"{name}-store")
-        for column in ("input_ids", "assistant_mask", "log_probs"):
+        for column in ("input_ids", "assistant_mask", "log_probs", "ref_log_probs"):
             for mine, theirs in zip(found[column], wanted[column], strict=True):
-                assert np.array_equal(mine, theirs, equal_nan=column == "log_probs"), column
-        for column in ("task_reward", "advantage", "temperature"):
+                assert np.array_equal(mine, theirs, equal_nan=column.endswith("log_probs")), column
+        for column in ("task_reward", "advantage", "temperature", "created_at"):
             assert np.array_equal(found[column], wanted[column], equal_nan=True), column
         for column in ("policy_version", "completion", "finish_reason", "failure_reason", "num_prompt_tokens"):
             assert list(found[column]) == list(wanted[column]), column
-        assert len(set(found["group_id"].tolist())) == 1
+        assert len(set(found["group_id"].tolist())) == 2
+        assert json.loads(found["meta"][3])["prompt"]["level"] == "hard"
+        others = json.loads(found["meta"][4])["prompt"]["columns"]
+        assert (others["turn_rewards"], others["return"]) == ([0.5, None], 2.5)
     document = json.loads((tmp_path / "one.atif.jsonl").read_text().splitlines()[0])
     assert {"reward", "group", "version", "temperature", "advantage"} <= document["extra"].keys()
     if importlib.util.find_spec("atif") is None:
