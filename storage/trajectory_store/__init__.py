@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from trajectory_store.upkeep import CompactReport
     from trajectory_store.verify import VerifyReport
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "arrival": ("Arrivals",),
     "compare": (

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from trajectory_store import __version__
 
 if TYPE_CHECKING:
     from trajectory_store.store import TrajectoryStore
@@ -16,13 +20,39 @@ EPILOG = """\
 examples:
   trajectory-store stats runs/a/store
   trajectory-store show runs/a/store --where 'task_reward>=0.5' --num 2
-  trajectory-store verify runs/a/store
+  trajectory-store verify runs/a/store --json
   trajectory-store copy runs/a/store --to best --where 'task_reward>=0.5'
-  trajectory-store export runs/a/store --to rows.parquet"""
+  trajectory-store export runs/a/store --to rows.parquet
+  trajectory-store export runs/a/store --to rows.csv --columns prompt,completion,task_reward --force"""
 _SHOWN = 300
 """Characters of a value that `show` prints."""
 _NAMED = 8
 """Ids of damaged trajectories that are printed."""
+_FIRST = ("prompt", "completion", "task_reward", "reward", "group_id")
+"""Columns that `show` prints first."""
+_FORMATS = (".parquet", ".jsonl", ".csv")
+"""Suffixes of the files that `export` writes."""
+_SHELL = (
+    ("skip_damaged=True, --skip-damaged", "--skip-damaged"),
+    ("Take ids from ids(), and run verify() for the whole list.", "trajectory-store verify STORE lists all."),
+    (", or make one with TrajectoryStore.create(path, schema)", ""),
+    ("Give the folder that TrajectoryStore.create made.", "Give the folder of a store."),
+    ("Open it with TrajectoryStore.open(path, mode='a'), or choose", "Choose"),
+    (": TrajectoryStore.open(path, mode='a').accept_losses()", ""),
+)
+"""Advice to callers from Python, in the texts of errors, and what a shell needs in its place."""
+
+
+class CommandReport(NamedTuple):
+    """What a command found or did."""
+
+    facts: dict[str, Any]
+    """What `--json` prints."""
+    lines: list[str]
+    """What it prints otherwise."""
+    next_words: list[str]
+    """The command to type next."""
+    code: int = 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,11 +63,13 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command_parser.add_argument("--version", action="version", version=f"trajectory-store {__version__}")
     commands = command_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, work: Callable[[argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+    def add(name: str, work: Callable[[argparse.Namespace], CommandReport], about: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         subparser.add_argument("store", help="the store's folder, or its URL")
+        subparser.add_argument("--json", action="store_true", help="print one JSON document")
         subparser.set_defaults(work=work)
         return subparser
 
@@ -48,12 +80,16 @@ def parser() -> argparse.ArgumentParser:
     stats = add("stats", _stats, "count rows and bytes, and sum up each column")
     show = add("show", _show, "print trajectories, the newest last")
     show.add_argument("--num", type=int, default=3, help="how many of the newest (default: %(default)s)")
+    show.add_argument("--all", action="store_true", help="internal columns, and values that were not supplied, too")
     copy = add("copy", _copy, "copy a store, or a part of it, into a new one")
     copy.add_argument("--to", required=True, help="the new store: a folder that does not exist, or a URL")
     copy.add_argument("--backend", choices=("memmap", "zarr"), help="of the new store; default: as its place takes")
     add("compact", _compact, "merge finished segments into few; ids, order and values stay")
-    export = add("export", _export, "write a Parquet file")
-    export.add_argument("--to", required=True, help="the file; values that were not given are null")
+    export = add("export", _export, "write a Parquet, JSON Lines or CSV file")
+    export.add_argument(
+        "--to", required=True, help="the file, .parquet, .jsonl or .csv; values that were not supplied are null"
+    )
+    export.add_argument("--force", action="store_true", help="replace the file if it exists")
     for subparser in (stats, show, copy, export):
         subparser.add_argument("--where", metavar="CONDITION", help="only these, such as 'task_reward>=0.5'")
     for subparser in (copy, export):
@@ -67,16 +103,28 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code: 1 for damage, 2 for what was typed."""
-    typed = parser().parse_args(arguments)
+    command_parser = parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        import argcomplete
+
+        argcomplete.autocomplete(command_parser)
+    typed = command_parser.parse_args(arguments)
     from trajectory_store.errors import StoreError
 
     try:
-        return typed.work(typed)
+        outcome: CommandReport = typed.work(typed)
+        if typed.json:
+            _say(json.dumps(outcome.facts, ensure_ascii=False, allow_nan=False))
+        else:
+            for line in outcome.lines:
+                _say(line)
+            _say(f"next:  trajectory-store {shlex.join(outcome.next_words)}")
     except BrokenPipeError:
         return 0
     except (StoreError, OSError) as error:
-        sys.stderr.write(f"trajectory-store: {_plain(str(error))}\n")
+        sys.stderr.write(f"trajectory-store: {_plain(_for_a_shell(str(error)))}\n")
         return 2
+    return outcome.code
 
 
 def _say(text: str) -> None:
@@ -88,8 +136,10 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def _next(command: str, store: object, more: str = "") -> None:
-    _say(f"next:  trajectory-store {command} {shlex.quote(str(store))}{more}")
+def _for_a_shell(text: str) -> str:
+    for advice, replacement in _SHELL:
+        text = text.replace(advice, replacement)
+    return text
 
 
 def _open(typed: argparse.Namespace, mode: Any = "r") -> TrajectoryStore:
@@ -98,75 +148,123 @@ def _open(typed: argparse.Namespace, mode: Any = "r") -> TrajectoryStore:
     return TrajectoryStore.open(typed.store if "://" in typed.store else Path(typed.store).expanduser(), mode)
 
 
-def _ids(store: TrajectoryStore, typed: argparse.Namespace) -> tuple[Any, str]:
-    """Return the ids that are meant, and what to say of damaged ones, which are left out or an error."""
-    damaged = store.damaged()
-    skip = typed.skip_damaged if "skip_damaged" in typed else True
-    ids = store.intact(skip_damaged=skip)
-    few = ", ".join(map(str, damaged[:_NAMED].tolist())) + ", ..." * (len(damaged) > _NAMED)
-    left_out = f"; {len(damaged):,} damaged ones are left out: {few}" if len(damaged) else ""
-    return (ids if typed.where is None else store.where(typed.where, ids)), left_out
+def _columns(typed: argparse.Namespace) -> list[str] | None:
+    return typed.columns.split(",") if typed.columns else None
 
 
-def _verify(typed: argparse.Namespace) -> int:
+class _Selection(NamedTuple):
+    """The trajectories that a command reads, and the damaged ones that it leaves out."""
+
+    ids: Any
+    damaged: list[int]
+
+    @property
+    def note(self) -> str:
+        few = ", ".join(map(str, self.damaged[:_NAMED])) + ", ..." * (len(self.damaged) > _NAMED)
+        return f"; {len(self.damaged):,} damaged ones are left out: {few}" if self.damaged else ""
+
+
+def _select(store: TrajectoryStore, typed: argparse.Namespace) -> _Selection:
+    ids = store.intact(skip_damaged=typed.skip_damaged if "skip_damaged" in typed else True)
+    return _Selection(ids if typed.where is None else store.where(typed.where, ids), store.damaged().tolist())
+
+
+def _verify(typed: argparse.Namespace) -> CommandReport:
+    lines: list[str] = []
     with _open(typed, "a" if typed.accept_loss else "r") as store:
         if typed.accept_loss:
-            _say(f"{store.accept_losses()} losses accepted, and recorded in the store")
+            lines.append(f"{store.accept_losses()} losses accepted, and recorded in the store")
         report = store.verify()
-    _say(str(report))
-    if report.ok:
-        _next("stats", typed.store)
-    else:
-        _say("put the files back from a copy, or accept the loss of these rows:")
-        _next("verify", typed.store, " --accept-loss")
-    return 0 if report.ok else 1
+    lines.append(_for_a_shell(str(report)))
+    next_words = ["stats", typed.store]
+    if not report.ok:
+        lines.append("put the files back from a copy, or accept the loss of these rows:")
+        next_words = ["verify", typed.store, "--accept-loss"]
+    facts = {
+        "store": typed.store,
+        "ok": report.ok,
+        "trajectories": report.trajectories,
+        "problems": report.problems,
+        "damaged_ids": [int(row_id) for row_id in report.damaged_ids],
+        "losses": list(report.losses),
+    }
+    return CommandReport(facts, lines, next_words, 0 if report.ok else 1)
 
 
-def _stats(typed: argparse.Namespace) -> int:
+def _stats(typed: argparse.Namespace) -> CommandReport:
+    from trajectory_store.text_rows import plain
+
     with _open(typed) as store:
-        ids, left_out = _ids(store, typed)
-        part = "" if typed.where is None else f" of {len(store):,}"
-        _say(f"{typed.store}: {len(ids):,} trajectories{part}, {len(store.schema)} columns{left_out}")
-        rows = [("column", "type", "given", "min", "mean", "max"), *_figures(store, ids)]
+        selection = _select(store, typed)
+        ids, total, columns = selection.ids, len(store), list(_figures(store, selection.ids))
+    part = "" if typed.where is None else f" of {total:,}"
+    rows = [["column", "type", "given", "min", "mean", "max"]]
+    for column in columns:
+        figures: list[float | None] = [column[name] for name in ("min", "mean", "max")]
+        unit = {"bytes": " bytes", "elements": " long"}.get(column["unit"], "")
+        words = ("" if figure is None else f"{figure:.6g}{unit}" for figure in figures)
+        rows.append([column["column"], column["type"], f"{column['given']:,}", *words])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        _say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    _next("show", typed.store)
-    return 0
+    lines = [f"{typed.store}: {len(ids):,} trajectories{part}, {len(columns)} columns{selection.note}"]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    listed = [{name: plain(fact) for name, fact in column.items()} for column in columns]
+    facts = {"store": typed.store, "trajectories": len(ids), "damaged_ids": selection.damaged, "columns": listed}
+    return CommandReport(facts, lines, ["show", typed.store])
 
 
-def _figures(store: TrajectoryStore, ids: Any) -> Iterator[tuple[str, ...]]:
-    """Yield a line for each column: of ragged ones and texts the figures of their lengths."""
+def _figures(store: TrajectoryStore, ids: Any) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each column over the values that were supplied: of ragged ones and texts their lengths."""
     import numpy as np
 
     for column in store.schema:
-        num_present = int(store.present(column.name, ids).sum())
+        supplied = ids[store.present(column.name, ids)]
         kind = f"{column.dtype}[]" if column.ragged else column.dtype
         kind += f" x{list(column.shape)}" if column.shape else ""
         lengths = column.axis is not None
-        values = store.lengths(column.name, ids) if lengths else store.read_scalars(column.name, ids)
+        values = store.lengths(column.name, supplied) if lengths else store.read_scalars(column.name, supplied)
         numbers = values[~np.isnan(values)] if values.dtype.kind == "f" else values
-        figures = ("", "", "")
-        if len(numbers):
-            unit = "" if not lengths else " bytes" if column.is_text else " long"
-            statistics = (numbers.min(), numbers.astype(np.float64).mean(), numbers.max())
-            figures = tuple(f"{float(figure):.6g}{unit}" for figure in statistics)
-        yield (column.name, kind, f"{num_present:,}", *figures)
+        low, mean, high = (
+            (float(numbers.min()), float(numbers.mean(dtype=np.float64)), float(numbers.max()))
+            if len(numbers)
+            else (None, None, None)
+        )
+        unit = "" if not lengths else "bytes" if column.is_text else "elements"
+        yield {
+            **{"column": column.name, "type": kind, "given": len(supplied), "unit": unit},
+            **{"min": low, "mean": mean, "max": high},
+        }
 
 
-def _show(typed: argparse.Namespace) -> int:
+def _show(typed: argparse.Namespace) -> CommandReport:
+    from trajectory_store.text_rows import plain_rows
+
+    lines: list[str] = []
     with _open(typed) as store:
-        matching_ids, left_out = _ids(store, typed)
-        printed_ids = matching_ids[max(0, len(matching_ids) - typed.num) :]
-        names = typed.columns.split(",") if typed.columns else None
+        selection = _select(store, typed)
+        printed_ids = selection.ids[max(0, len(selection.ids) - typed.num) :]
+        names, hidden = _columns(typed), 0
+        if names is None:
+            names = [column.name for column in store.schema]
+            names.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+            if not typed.all:
+                names = [name for name in names if _is_of_interest(store, name, printed_ids)]
+                hidden = len(store.schema) - len(names)
         rows = store.read(printed_ids, names)
-        for i, row in enumerate(printed_ids.tolist()):
-            _say(f"id {row}")
-            for name, values in rows.items():
-                _say(f"  {name}: {_short(values[i])}")
-    _say(f"{len(printed_ids):,} of {len(matching_ids):,} trajectories{left_out}")
-    _next("stats", typed.store)
-    return 0
+        for i, row_id in enumerate(printed_ids.tolist()):
+            lines.append(f"id {row_id}")
+            lines += [f"  {name}: {_short(rows[name][i])}" for name in names]
+        plainly = list(plain_rows(store, printed_ids, names)) if typed.json else []
+    shown = f"; {hidden} internal or empty columns are hidden: --all prints them" if hidden else ""
+    lines.append(f"{len(printed_ids):,} of {len(selection.ids):,} trajectories{selection.note}{shown}")
+    facts = {"store": typed.store, "matching": len(selection.ids), "rows": plainly, "damaged_ids": selection.damaged}
+    return CommandReport(facts, lines, ["stats", typed.store])
+
+
+def _is_of_interest(store: TrajectoryStore, name: str, ids: Any) -> bool:
+    """Return whether `show` prints a column: not if it is for the machinery, or no row was given a value of it."""
+    from trajectory_store.recorder.standard import MACHINERY
+
+    return name not in MACHINERY and bool(store.present(name, ids).any())
 
 
 def _short(value: Any) -> str:
@@ -178,42 +276,58 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
 
 
-def _copy(typed: argparse.Namespace) -> int:
+def _copy(typed: argparse.Namespace) -> CommandReport:
     from trajectory_store.compare import copy_store
 
     target = typed.to if "://" in typed.to else Path(typed.to).expanduser()
     with _open(typed) as store:
-        ids, left_out = _ids(store, typed)
-        copied = copy_store(store, target, ids, backend=typed.backend)
-    _say(f"{typed.to}: {copied:,} trajectories, with ids of their own{left_out}")
-    _next("verify", typed.to)
-    return 0
+        selection = _select(store, typed)
+        copied = copy_store(store, target, selection.ids, backend=typed.backend)
+    facts = {"to": typed.to, "trajectories": copied, "damaged_ids": selection.damaged}
+    return CommandReport(
+        facts, [f"{typed.to}: {copied:,} trajectories, with ids of their own{selection.note}"], ["verify", typed.to]
+    )
 
 
-def _compact(typed: argparse.Namespace) -> int:
+def _compact(typed: argparse.Namespace) -> CommandReport:
     with _open(typed, "a") as store:
         report = store.compact()
-    if report.skipped:
-        _say(f"{typed.store}: nothing was done: {report.skipped}")
-        return 1
     before, after = report.bytes_before / 1e6, report.bytes_after / 1e6
-    _say(
-        f"{typed.store}: {report.segments_before:,} segments are {report.segments_after:,}, "
+    text = (
+        f"{typed.store}: nothing was done: {report.skipped}"
+        if report.skipped
+        else f"{typed.store}: {report.segments_before:,} segments are {report.segments_after:,}, "
         f"{before:.1f} MB are {after:.1f} MB; ids, order and values are as before"
     )
-    _next("verify", typed.store)
-    return 0
+    facts = {
+        **{"store": typed.store, "skipped": report.skipped},
+        **{"segments_before": report.segments_before, "segments_after": report.segments_after},
+        **{"bytes_before": report.bytes_before, "bytes_after": report.bytes_after},
+    }
+    return CommandReport(facts, [text], ["verify", typed.store], 1 if report.skipped else 0)
 
 
-def _export(typed: argparse.Namespace) -> int:
+def _export(typed: argparse.Namespace) -> CommandReport:
+    from trajectory_store.errors import BatchError, StoreExistsError
+    from trajectory_store.text_rows import write_text_rows
+
+    target = Path(typed.to).expanduser()
+    if target.suffix not in _FORMATS or target.is_dir():
+        raise BatchError(
+            f"--to {typed.to} does not name a file ending with {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."
+        )
+    if target.exists() and not typed.force:
+        raise StoreExistsError(f"{typed.to} exists. Choose another file, or replace it: --force.")
     with _open(typed) as store:
-        ids, left_out = _ids(store, typed)
-        count = store.to_parquet(typed.to, typed.columns.split(",") if typed.columns else None, ids)
-    size = Path(typed.to).expanduser().stat().st_size / 1e6
-    _say(f"{typed.to}: {count:,} trajectories, {size:.1f} MB{left_out}")
-    again = f"TrajectoryStore.from_parquet('a-new-folder', {typed.to!r})"
-    _say(f"next:  {again} makes a store of it again")
-    return 0
+        selection, columns = _select(store, typed), _columns(typed)
+        if target.suffix == ".parquet":
+            count = store.to_parquet(target, columns, selection.ids)
+        else:
+            count = write_text_rows(store, target, selection.ids, columns)
+    size = target.stat().st_size
+    facts = {"to": typed.to, "trajectories": count, "bytes": size, "damaged_ids": selection.damaged}
+    text = f"{typed.to}: {count:,} trajectories, {size / 1e6:.1f} MB{selection.note}"
+    return CommandReport(facts, [text], ["stats", typed.store])
 
 
 if __name__ == "__main__":

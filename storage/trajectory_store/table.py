@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, SupportsIndex, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from trajectory_store.reads import Columns, Ids, StoreReads, as_ids, following
 from trajectory_store.schema import Schema
 from trajectory_store.snapshot import Snapshot
 
+_SHOWN_ROWS: Final = 5
+"""The newest rows, which a notebook shows."""
+_SHOWN_CHARACTERS: Final = 80
 _ITER_ROWS: Final = 1024
 """Rows that a loop over a store reads at a time."""
 
@@ -63,6 +67,14 @@ class StoreTable(StoreReads):
             count = len(block.pop("ids"))
             yield from _rows(block, count)
 
+    @overload
+    def __getitem__(self, key: str | tuple[Any, str]) -> Any: ...
+    @overload
+    def __getitem__(self, key: Sequence[str] | tuple[Any, Sequence[str]]) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(
+        self, key: SupportsIndex | slice[Any, Any, Any] | Sequence[int] | npt.NDArray[Any]
+    ) -> dict[str, Any]: ...
     def __getitem__(self, key: Any) -> Any:
         """Read by place in the order of arrival, as of a `datasets.Dataset`; `read` takes ids.
 
@@ -232,6 +244,20 @@ class StoreTable(StoreReads):
         """
         return arrow.frame_of(self.to_arrow(columns, ids), self.schema)
 
+    def _repr_html_(self) -> str:
+        """Return the newest rows as a table, which notebooks show."""
+        if self._closed:
+            return f"<p>{html.escape(repr(self))}</p>"
+        newest = self.positions()[-_SHOWN_ROWS:]
+        supplied = [column.name for column in self.schema if self.present(column.name, newest).any()]
+        rows, names = self.read(newest, supplied), ["id", *supplied]
+        cells = [
+            [str(row_id), *(_cell(rows[name][i]) for name in supplied)] for i, row_id in enumerate(newest.tolist())
+        ]
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
+
     def to_parquet(
         self, path: str | Path, columns: Columns = None, ids: Ids | None = None, *, skip_damaged: bool = False
     ) -> int:
@@ -262,6 +288,11 @@ class StoreTable(StoreReads):
         finally:
             part.unlink(missing_ok=True)
         return len(among)
+
+
+def _cell(value: Any) -> str:
+    text = str(value).replace("\n", " ")
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def _no_row(place: int, count: int) -> PlaceError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import re
 import shlex
@@ -12,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajectory_store import Column, TrajectoryStore
+import trajectory_store
+from trajectory_store import Column, TrajectoryRecorder, TrajectoryStore
 from trajectory_store.cli import EPILOG, main, parser
 
 STORAGE = Path(__file__).resolve().parents[2] / "storage"
@@ -48,10 +51,9 @@ def test_each_command_ends_with_what_to_type_next(store: Path, tmp_path: Path, c
         shown = capsys.readouterr().out
         assert said in shown
         assert "\x1b" not in shown
-        last = shown.splitlines()[-1].removeprefix("next:  ")
-        if last.startswith("trajectory-store "):
-            assert main(shlex.split(last)[1:]) == 0
-            capsys.readouterr()
+        last = shown.splitlines()[-1].removeprefix("next:  trajectory-store ")
+        assert main(shlex.split(last)) == 0
+        capsys.readouterr()
     with TrajectoryStore.open(tmp_path / "some") as some:
         assert some["reward"].tolist() == [0.5, 0.75, 1.0, 1.25]
     with TrajectoryStore.from_parquet(tmp_path / "again", tmp_path / "rows.parquet") as again:
@@ -85,6 +87,110 @@ def test_damage_is_exit_code_1_and_a_slip_2(store: Path, tmp_path: Path, capsys:
     assert "there is no trajectory store at" in capsys.readouterr().err
     assert main(["show", str(store), "--where", "rewart > 0"]) == 2
     assert "Did you mean 'reward'" in capsys.readouterr().err
+
+
+def test_the_suffix_names_the_format_and_a_file_is_replaced_on_request(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """JSON Lines and CSV have null or nothing where no value was supplied; other suffixes and folders are rejected."""
+    to = [tmp_path / f"rows{suffix}" for suffix in (".jsonl", ".csv")]
+    for file in to:
+        assert main(["export", str(store), "--to", str(file), "--where", "reward<=0.25"]) == 0
+    rows = [json.loads(line) for line in to[0].read_text().splitlines()]
+    assert [(row["tokens"], row["reward"], row["later"]) for row in rows] == [([], 0.0, None), ([1], 0.25, None)]
+    assert rows[1]["text"] == "row 1\x1b[31m"
+    with to[1].open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert [(row["tokens"], row["reward"], row["later"]) for row in cells] == [("[]", "0.0", ""), ("[1]", "0.25", "")]
+    before = to[1].read_bytes()
+    assert main(["export", str(store), "--to", str(to[1])]) == 2
+    assert to[1].read_bytes() == before
+    assert main(["export", str(store), "--to", str(to[1]), "--force", "--columns", "reward"]) == 0
+    assert to[1].read_text().splitlines()[:2] == ["id,reward", "0,0.0"]
+    capsys.readouterr()
+    for wrong in (".", "rows", "rows.xlsx"):
+        assert main(["export", str(store), "--to", wrong]) == 2
+        assert "ending with .parquet, .jsonl or .csv" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_version_and_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Each command prints one JSON document; the version is that of the package."""
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"trajectory-store {trajectory_store.__version__}\n"
+    typed = {
+        "stats": [], "show": ["--num", "1"], "verify": [], "compact": [],
+        "copy": ["--to", str(tmp_path / "copy")], "export": ["--to", str(tmp_path / "rows.csv")],
+    }  # fmt: skip
+    found: dict[str, dict[str, object]] = {}
+    for command, words in typed.items():
+        assert main([command, str(store), "--json", *words]) == 0
+        found[command] = json.loads(capsys.readouterr().out)
+    assert found["stats"]["columns"][1] == {  # type: ignore[index]
+        "column": "reward", "type": "float32", "given": 6, "unit": "", "min": 0.0, "mean": 0.625, "max": 1.25,
+    }  # fmt: skip
+    assert found["show"]["rows"] == [{"id": 5 << 32, "tokens": [5] * 5, "reward": 1.25, "text": "row 5\x1b[31m"}]
+    assert (found["verify"]["ok"], found["copy"]["trajectories"], found["export"]["trajectories"]) == (True, 6, 6)
+
+
+def test_show_begins_with_text_reward_and_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Internal columns and those without a value are listed on request; figures count supplied values alone."""
+    with TrajectoryRecorder(tmp_path / "store") as recorder:
+        recorder.record(
+            prompts=["1+1="] * 2, prompt_ids=[[1], [1]], completions=["2", "3"], completion_ids=[[2], [3]],
+            rewards=[1.0, None], policy_version=7,
+        )  # fmt: skip
+        assert "2 recorded" in repr(recorder)
+        assert "<td>1+1=</td>" in recorder._repr_html_()
+    assert main(["show", str(tmp_path / "store"), "--num", "1"]) == 0
+    names = re.findall(r"^  (\w+):", capsys.readouterr().out, flags=re.MULTILINE)
+    assert names[:4] == ["prompt", "completion", "task_reward", "group_id"]
+    assert not {"slot", "waiting", "priority", "ref_log_probs"} & {*names}
+    assert main(["show", str(tmp_path / "store"), "--num", "1", "--all"]) == 0
+    listed = re.findall(r"^  (\w+):", capsys.readouterr().out, flags=re.MULTILINE)
+    with TrajectoryStore.open(tmp_path / "store") as store:
+        assert {*listed} == {column.name for column in store.schema}
+    main(["stats", str(tmp_path / "store"), "--json"])
+    figures = {column["column"]: column for column in json.loads(capsys.readouterr().out)["columns"]}
+    assert figures["priority"]["given"] == 0
+    assert figures["priority"]["mean"] is None
+    assert figures["policy_version"]["mean"] == 7
+
+
+def test_errors_name_what_a_shell_can_do(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """No message of the command names a call from Python."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    (file,) = (store / "seg-00000002" / "reward").rglob("0")
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    for words in (
+        ["stats", tmp_path / "none"],
+        ["stats", tmp_path / "folder"],
+        ["copy", store, "--to", tmp_path / "folder", "--skip-damaged"],
+        ["copy", store, "--to", tmp_path / "copy"],
+        ["export", store, "--to", tmp_path / "rows.csv"],
+        ["verify", store],
+    ):
+        assert main([str(word) for word in words]) in (1, 2)
+        printed = "".join(capsys.readouterr())
+        assert printed
+        assert not re.search(r"TrajectoryStore\.|\w\(\)|=True", printed), printed
+
+
+def test_a_shell_completes_commands_and_options(tmp_path: Path):
+    """As `register-python-argcomplete` asks: by variables, answered in a file."""
+    pytest.importorskip("argcomplete")
+    answers: list[set[str]] = []
+    for line in ("trajectory-store ex", "trajectory-store export s --fo"):
+        asked = {
+            "_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n",
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answers"), "PYTHONPATH": str(STORAGE),
+        }  # fmt: skip
+        code = "import sys; sys.argv[0] = 'trajectory-store'; from trajectory_store.cli import main; main()"
+        subprocess.run([sys.executable, "-c", code], env=os.environ | asked, check=True)
+        answers.append({answer.strip() for answer in (tmp_path / "answers").read_text().split("\n")})
+    assert answers == [{"export"}, {"--force"}]
 
 
 def test_help_is_quick_and_its_examples_can_be_typed():

@@ -109,6 +109,14 @@ USES = Column("use_count", "int32", mutable=True, fill=0)
 ledger."""
 
 
+MACHINERY: frozenset[str] = INTERNAL | {
+    *(column.name for column in (NEWEST_VERSION, POLICY_DIGEST, *EPISODE, CURSOR, SUPERSEDED, USES)),
+    *("return", "kl_coef", "num_prompt_tokens", "done", "degenerate", "created_at", "trajectory_id", "priority"),
+    *("parent_id", "branch"),
+}
+"""Columns that say nothing of what was sampled: a listing prints them on request."""
+
+
 def standard_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
     """Return the default columns: 13 bytes per token (ids, mask, two log-probs), scalars and text per trajectory.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import inspect
 import logging
 import math
@@ -21,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trajectory_store.errors import BatchError, SchemaError, StoreError
+from trajectory_store.recorder.argument_types import Array, Numbers, Scalar, TokenIds, TokenNumbers
 from trajectory_store.recorder.episode_rows import EpisodeRows, episode_rows
 from trajectory_store.recorder.known_names import Group, KnownNames, group_names
 from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
@@ -124,6 +126,14 @@ class TrajectoryRecorder:
         self._lock = threading.RLock()
         self._have_columns(column.name for column in (*FAILURES, *_SAMPLED))
 
+    def __repr__(self) -> str:
+        of = f", run_id={self.run_id!r}" if self.run_id else ""
+        size = f", group_size={self.group_size}" if self.group_size else ""
+        return f"<TrajectoryRecorder {str(self.path)!r}{of}{size}: {self.num_recorded} recorded>"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self))}</p>{self.store._repr_html_()}"
+
     def resume(self, step: int) -> None:
         """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
 
@@ -137,31 +147,31 @@ class TrajectoryRecorder:
         self,
         *,
         completions: Sequence[Any],
-        rewards: Sequence[float | None] | None,
+        rewards: Numbers | None,
         prompts: Sequence[str | Messages] | None = None,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-        completion_ids: Sequence[Sequence[int]] | None = None,
-        completion_masks: Sequence[Sequence[bool]] | None = None,
-        log_probs: Sequence[Sequence[float | None] | None] | None = None,
-        ref_log_probs: Sequence[Sequence[float | None] | None] | None = None,
-        advantages: Sequence[float | None] | None = None,
+        prompt_ids: TokenIds | None = None,
+        completion_ids: TokenIds | None = None,
+        completion_masks: TokenIds | None = None,
+        log_probs: TokenNumbers | None = None,
+        ref_log_probs: TokenNumbers | None = None,
+        advantages: Numbers | None = None,
         answers: Sequence[Any] | None = None,
         finish_reasons: Sequence[str] | None = None,
         metas: Sequence[Mapping[str, Any]] | None = None,
-        policy_version: int | Sequence[int] | None = None,
-        token_versions: Sequence[Sequence[int] | None] | None = None,
+        policy_version: int | Sequence[int] | Array | None = None,
+        token_versions: Sequence[Sequence[int] | Array | None] | Array | None = None,
         version_spans: Sequence[Sequence[tuple[int, int]] | None] | None = None,
-        temperature: float | Sequence[float | None] | None = None,
+        temperature: float | Numbers | None = None,
         log_prob_mode: Literal["processed", "raw"] | Sequence[str] | None = None,
-        support_log_mass: Sequence[Sequence[float] | None] | None = None,
+        support_log_mass: TokenNumbers | None = None,
         failures: Sequence[str | None] | None = None,
-        reward_trusted: Sequence[bool] | None = None,
-        evaluation: bool | Sequence[bool] = False,
+        reward_trusted: Sequence[bool | Scalar] | Array | None = None,
+        evaluation: bool | Sequence[bool | Scalar] | Array = False,
         engine: str | Sequence[str] = "",
         turn_spans: Sequence[Sequence[tuple[int, int]] | None] | None = None,
-        turn_rewards: Sequence[Sequence[float] | None] | None = None,
-        named_rewards: Mapping[str, Sequence[float | None]] | None = None,
-        extra: Mapping[str, Sequence[Any]] | None = None,
+        turn_rewards: TokenNumbers | None = None,
+        named_rewards: Mapping[str, Numbers] | None = None,
+        extra: Mapping[str, Sequence[Any] | Array] | None = None,
         groups: Sequence[Hashable] | None = None,
         episodes: Sequence[Hashable | None] | None = None,
         names: Sequence[str] | None = None,
@@ -227,7 +237,7 @@ class TrajectoryRecorder:
             SchemaError: token ids are missing and there is no tokenizer, or a further column was not declared.
             StoreError: the store cannot be written.
         """
-        fields = {
+        fields: dict[str, Any] = {
             "prompt": prompts,
             "prompt_ids": prompt_ids,
             "completion": completions,
@@ -294,7 +304,7 @@ class TrajectoryRecorder:
         offset: int,
         fields: dict[str, Sequence[Any]],
         beside: dict[str, Sequence[Any]],
-        token_versions: Sequence[Sequence[int] | None] | None,
+        token_versions: Iterable[Any] | None,
         episodes: EpisodeRows | None,
         sources: _Sources,
         group_size: int | None,
@@ -619,17 +629,17 @@ def _each(value: Any, num: int) -> Sequence[Any] | None:
     return row_values if isinstance(row_values, list) else [row_values] * num
 
 
-def _floats(values: Sequence[float | None]) -> list[float]:
+def _floats(values: Iterable[Any]) -> list[float]:
     return [math.nan if value is None else float(value) for value in values]
 
 
-def _versions(policy_version: Any, per_token: Sequence[Any] | None, spans: Sequence[Any] | None, num: int) -> list[int]:
+def _versions(policy_version: Any, per_token: Iterable[Any] | None, spans: Sequence[Any] | None, num: int) -> list[int]:
     """Return the version of each row: what is given, or that of its oldest token."""
     row_versions = [
         as_int(version, "policy_version")
         for version in _each(UNKNOWN_VERSION if policy_version is None else policy_version, num) or ()
     ]
-    for i, row in enumerate(per_token or ()):
+    for i, row in enumerate(() if per_token is None else per_token):
         if row is not None and len(row):
             row_versions[i] = int(min(as_list(row)))
     for i, pairs in enumerate(spans or ()):
