@@ -88,7 +88,7 @@ class FileKeys:
         """
         if number not in self._groups:
             prompt = (record.prompt_ids or record.prompt) if record.one_prompt else ""
-            parts = (self._source, unit, record.evaluation, record.group, prompt)
+            parts = (self._source, "", record.evaluation, record.group, prompt)
             self._groups[number] = digest(*(parts if record.across_files else ("first", unit, key)))
         return self._groups[number]
 
@@ -110,7 +110,7 @@ class ImportedRows:
     def __init__(self, store: TrajectoryStore | None) -> None:
         self._store = store
         self._newest: dict[str, int] = {}
-        """The place of the newest version of each key in the lists below."""
+        """The place of the current version of each key in the lists below, or else of the newest."""
         self._versions: dict[str, int] = {}
         """The place of each version, by key and version."""
         self._units: dict[str, list[int]] = {}
@@ -118,6 +118,7 @@ class ImportedRows:
         self._row_ids: list[int] = []
         """In the store; -1 until the row is committed."""
         self._trajectory_ids: list[int] = []
+        self._keys: list[str] = []
         self._is_current: list[bool] = []
         self._in_file: set[int] = set()
         self._uncommitted: list[int] = []
@@ -141,10 +142,9 @@ class ImportedRows:
                 if not key:
                     by_path = int(some[i]) if by_path < 0 <= trajectory_id else by_path
                     continue
-                place = self._add(key, rows[VERSION.name][i], rows[UNIT.name][i], trajectory_id)
+                is_current = not rows[SUPERSEDED.name][i]
+                place = self._add(key, rows[VERSION.name][i], rows[UNIT.name][i], trajectory_id, is_current=is_current)
                 self._row_ids[place] = int(some[i])
-                if rows[SUPERSEDED.name][i]:
-                    self._is_current[place] = False
                 self._groups.setdefault(rows[GROUP.name][i], int(rows["group_id"][i]))
         if not has_keys:
             by_path = int(ids[0])
@@ -157,16 +157,19 @@ class ImportedRows:
             self._next_trajectory = max(self._trajectory_ids) + 1
             self._next_group = max(self._groups.values()) + 1
 
-    def _add(self, key: str, version: str, unit: str, trajectory_id: int) -> int:
-        """Add the newest version of a key, which supersedes the one before; return its place."""
+    def _add(self, key: str, version: str, unit: str, trajectory_id: int, *, is_current: bool = True) -> int:
+        """Add a version of a key; one that is current supersedes the one before. Return its place."""
         place, older = len(self._row_ids), self._newest.get(key)
         self._row_ids.append(-1)
         self._trajectory_ids.append(trajectory_id)
-        self._is_current.append(True)
-        self._newest[key] = self._versions[key + version] = place
+        self._is_current.append(is_current)
+        self._keys.append(key)
+        self._versions[key + version] = place
         if unit:
             self._units.setdefault(unit, []).append(place)
-        if older is not None and self._is_current[older]:
+        if is_current or older is None or not self._is_current[older]:  # a file may return to an earlier version
+            self._newest[key] = place
+        if is_current and older is not None and self._is_current[older]:
             self._is_current[older] = False
             self._replaced.append(older)
         return place
@@ -249,6 +252,7 @@ class ImportedRows:
         ]
         for place in places:
             self._is_current[place] = True
+            self._newest[self._keys[place]] = place
         return [self._row_ids[place] for place in places]
 
 

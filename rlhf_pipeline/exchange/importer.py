@@ -146,7 +146,7 @@ class ImportReport:
         self.num_tokens += len(row.get("input_ids", ()))
         mask, scores = row.get("assistant_mask"), row.get("log_probs")
         scored = scores is not None and not np.isnan(scores[... if mask is None else mask]).all()
-        self.num_masked += mask is not None and not np.any(mask)
+        self.num_masked += mask is None or not np.any(mask)  # an absent mask is unknown
         self.num_failed += not row.get("reward_trusted", True)
         self.num_unended += not row.get("finish_reason", "")
         self.num_without_log_probs += not scored

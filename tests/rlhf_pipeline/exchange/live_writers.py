@@ -318,8 +318,8 @@ class Steps(Writer):
         return [Sample(step, self.num - i, *((1.0, 0.5) if i % 2 else (0.0, -0.5))) for i in range(num)]
 
     def regraded(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with other rewards, still centred."""
-        return [Sample(s.step, s.number, 3.0 - s.reward, -s.advantage) for s in samples]
+        """Return the samples with other rewards, at the same distances from their mean."""
+        return [Sample(s.step, s.number, s.reward + 2.0, s.advantage) for s in samples]
 
     def write(self, step: int, *, cut: bool) -> None:
         for file in self.folder.glob(f"**/{self.tool.path.format(step)}*"):

@@ -14,7 +14,7 @@ from rlhf_pipeline.exchange import follow_folder, import_files
 from rlhf_pipeline.report.tokens import Characters
 from trajectory_store import TrajectoryStore
 
-from .live_writers import EPISODE, STREAMS, TOOLS, Steps, Stream, writer_of
+from .live_writers import EPISODE, STREAMS, TOOLS, Sample, Steps, Stream, writer_of
 
 
 def current(store: Path, column: str, *, graded: bool) -> Counter[str]:
@@ -138,3 +138,20 @@ def test_a_file_that_stays_incomplete_is_reported(tmp_path: Path, monkeypatch: p
         one_turn=True,
     )
     assert [("00001" in reason, "00002" in reason) for reason in unreadable] == [(False, True)]
+
+
+def test_a_row_that_returns_to_an_earlier_version_stays_current(tmp_path: Path):
+    """A step is graded, graded again, and written with the first rewards and one more row: these are the newest."""
+    file, options = tmp_path / "rollouts/1.jsonl", {"tokenizer": Characters(), "one_turn": True, "group": "none"}
+    file.parent.mkdir()
+    tool = TOOLS["verl"]
+    for rewards in ((1.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0)):
+        rows = [tool.row(Sample(1, number, reward, 0.0)) for number, reward in enumerate(rewards)]
+        file.write_bytes(tool.encode(rows))
+        import_files([file], tmp_path / "store", **options)
+    expected = Counter({"n0 1.0": 1, "n1 0.0": 1, "n2 1.0": 1})
+    for step in (2, 3):
+        assert current(tmp_path / "store", "completion", graded=True) == expected
+        (file.parent / f"{step}.jsonl").write_bytes(tool.encode([tool.row(Sample(step, step + 1, 0.0, 0.0))]))
+        import_files([file.parent], tmp_path / "store", **options)
+        expected[f"n{step + 1} 0.0"] = 1
