@@ -20,7 +20,8 @@ DETAILS = """\
 Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), slime
 (--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers,
 skyrl, nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; agent
-trajectories in ATIF, logs of Inspect; what `export` wrote; and any rows of a prompt, a completion and a reward.
+trajectories in ATIF, of rllm and art, logs of Inspect, tables of wandb; what `export` wrote; and any rows of a
+prompt, a completion and a reward.
 A dump is recognised by the fields that its tool's current writer writes into every row.
 
 Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. Anything the file lacks stays
@@ -47,7 +48,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME",
         help="auto, rows, jsonl, trl, verl, slime, skyrl, nemo-rl, openrlhf, open-instruct, prime-rl, "
-        "verifiers, tinker, gsm8k-solutions, atif, inspect, store (default: auto)",
+        "verifiers, tinker, rllm, art, wandb, gsm8k-solutions, atif, inspect, store (default: auto)",
     )
     command.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
     add_fields(command)

@@ -63,7 +63,7 @@ def atif_documents(store: TrajectoryStore, ids: npt.NDArray[np.int64]) -> Iterat
         others = {
             name: to_json(store.schema[name], value)
             for name, value in values.items()
-            if name not in PLACES | EXTRA and (name not in present or present[name][i])
+            if name not in PLACES and name not in EXTRA and (name not in present or present[name][i])
         }
         yield _document(row, values, others)
 

@@ -16,10 +16,10 @@ from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange.torch_dumps import TorchDump
 from rlhf_pipeline.exchange.zip_members import open_archive, open_member
 
-_FILES = re.compile(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?$|\.(pt|zip|eval)$")
+_FILES = re.compile(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?$|\.(pt|zip|eval)$|\.table\.json$")
 _DOCUMENTS = re.compile(r"\.json(\.gz|\.zst)?$")
-_TRAJECTORY = re.compile(r"^trajectory[\w.-]*\.json$")
-"""A trajectory of a Harbor trial, beside files of its settings and results."""
+_TRAJECTORY = re.compile(r"^(trajectory|episode_hash)[\w.-]*\.json$")
+"""A trajectory of a Harbor trial or an episode of rLLM, beside files of settings and results."""
 _MOST_UNPACKED = 64 << 30
 """Bytes: a larger archive is rejected before anything is written."""
 _DEEPEST = 4

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
 from rlhf_pipeline.exchange.fields import MESSAGES, NONE, Fields, Made, cut, part_of
+from rlhf_pipeline.exchange.tools import agent_logs as _agent_logs  # noqa: F401 - registers its tools
 from rlhf_pipeline.exchange.tools import atif as _atif  # noqa: F401 - registers its tool
 from rlhf_pipeline.exchange.tools import inspect_logs as _inspect_logs  # noqa: F401 - registers its tool
 from rlhf_pipeline.exchange.tools.registry import (
@@ -701,6 +702,74 @@ def gsm8k_solutions(row: Fields) -> RawRollouts:
             group, each = Made("one per line", row.number), row.of({**row.row, **value})
             names = {"prompt": "question", "answer": "ground_truth", "completion": "solution", "reward": "is_correct"}
             yield each.record(names, group=group, meta={"model": model})
+
+
+# -- tables of Weights & Biases ----------------------------------------------------------------------------------------
+
+_NUMBERED = re.compile(r"(input|output|score)_(\d+)")
+
+
+def _rows_of_table(row: Fields) -> Iterator[Fields]:
+    """Yield the rows of a table as fields by name; of verl's wide table, each sample by itself."""
+    columns = [str(name) for name in as_list(row.row["columns"], "columns")]
+    for number, values in enumerate(as_list(row.row["data"], "data")):
+        if not isinstance(values, list) or len(values) != len(columns):
+            raise DataError(f"data[{number}] must be a list of {len(columns)} values, got {excerpt(values)}.")
+        by_name = dict(zip(columns, values, strict=True))
+        samples: dict[str, dict[str, Any]] = {}
+        for name in columns:
+            if part := _NUMBERED.fullmatch(name):
+                samples.setdefault(part[2], {})[part[1]] = by_name[name]
+        if samples and columns[0] == "step" and len(columns) == 1 + 3 * len(samples):
+            validation = [{**sample, "step": by_name["step"], "evaluation": True} for sample in samples.values()]
+        else:
+            validation = None
+        for each in [by_name] if validation is None else validation:
+            part_fields = row.of(each)
+            part_fields.number = number
+            yield part_fields
+
+
+def _table_tool(row: Row) -> Tool:
+    tool = find_tool("auto", row)
+    return ROWS if tool is None or tool.read is wandb_table else tool
+
+
+def _first_row_of_table(row: Fields) -> Mapping[str, str]:
+    first = next(_rows_of_table(row), None)
+    return {} if first is None else _table_tool(first.row).first_row_tells(first)
+
+
+@tool(
+    *("wandb", "tables of Weights & Biases", "columns data", "what the table of its writer lacks"),
+    also=lambda row: isinstance(row["columns"], list) and isinstance(row["data"], list),
+    first_row_tells=_first_row_of_table,
+)
+def wandb_table(row: Fields) -> RawRollouts:
+    """W&B: `media/table/NAME_STEP_DIGEST.table.json`, as a run's folder `files` and its artifacts hold them.
+
+    Writer: `Table._to_table_json` in `wandb/sdk/data_types/table.py` (wandb 0.31.0): `columns`, the names, and `data`,
+    a list of values per row; a file is one document. A row is read as its tool's: TRL's `completions` has the columns
+    of its Parquet tables. `val/generations` of verl (`ValidationGenerationsLogger` in `verl/utils/tracking.py`) has
+    `step`, and `input_N`, `output_N`, `score_N` of each sample; all are evaluations. Any other table is plain rows. A
+    table that is logged again with more rows adds those.
+    """
+    for fields in _rows_of_table(row):
+        values = fields.row
+        if values.keys() == {"input", "output", "score", "step", "evaluation"}:
+            step = as_int(values["step"], "step")
+            yield fields.record(
+                prompt="input",
+                completion="output",
+                reward="score",
+                policy_version=Made("step", step),
+                group=Made("step and input", (step, str(values["input"]))),
+                one_turn=False,
+                flags={"as_chat": False, "evaluation": True},
+            )
+        else:
+            yield from _table_tool(values).read(fields)
+        row.about |= fields.about
 
 
 # -- files of no tool's ------------------------------------------------------------------------------------------------
