@@ -24,15 +24,16 @@ from rlhf_pipeline.exchange.imported_rows import COLUMNS as IDENTITY
 from rlhf_pipeline.exchange.imported_rows import FileKeys, ImportedRows, version_of
 from rlhf_pipeline.exchange.target import NAME, ExistingRows, check_columns, open_target
 from rlhf_pipeline.exchange.tools import (
+    EFFECTIVE,
     ROWS,
     Tool,
     add_summary,
-    advantages_of,
     check_format,
     find_tool,
     is_annotation,
     is_metadata,
     is_summary,
+    updates_of,
 )
 from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.batch import batch_of
@@ -283,7 +284,7 @@ def _import(
             checked.append((item, repeats))
     if not checked and not (how.annotations and report.store.is_dir()):
         return
-    extra = [*COLUMNS, *IDENTITY, *[EVALUATION][:has_evaluations]]
+    extra = [*COLUMNS, *IDENTITY, *[EVALUATION][:has_evaluations], *[EFFECTIVE][: bool(how.annotations)]]
     schema = Schema(columns.values()) if exported else trajectory_schema(extra)
     if checked:
         _check_first(checked[0][0], encoder)
@@ -331,17 +332,22 @@ def _import(
 
 
 def _annotate(store: TrajectoryStore, how: _How, imported: ImportedRows, report: ImportReport) -> None:
-    """Set the advantages of stored trajectories that a tool wrote after their episodes; the last one wins."""
+    """Set what a tool wrote of stored trajectories after their episodes; the last advantage wins."""
     keys = FileKeys(how.source, "prime-rl")
     for source in how.annotations:
         advantages: dict[int, float] = {}
+        effective = set[int]()
         try:
             for number, row in source.rows(growing=how.growing):
                 with _naming(source, number):
-                    for identity, advantage in advantages_of(row):
-                        row_id = imported.row_of(keys.key_of(identity))
-                        if row_id is not None:
-                            advantages[row_id] = advantage
+                    for update in updates_of(row):
+                        row_id = imported.row_of(keys.key_of(update.identity))
+                        if row_id is None:
+                            continue
+                        if update.advantage is not None:
+                            advantages[row_id] = update.advantage
+                        if update.effective:
+                            effective.add(row_id)
         except FileNotFoundError:
             if not how.growing:
                 raise
@@ -352,6 +358,10 @@ def _annotate(store: TrajectoryStore, how: _How, imported: ImportedRows, report:
         changed = stored != values
         if changed.any():
             store.update(ids[changed], advantage=values[changed])
+        marked = np.asarray(sorted(effective), np.int64)
+        marked = marked[~np.asarray(store.read_scalars(EFFECTIVE.name, marked), bool)] if len(marked) else marked
+        if len(marked):
+            store.update(marked, effective=np.ones(len(marked), bool))
 
 
 def _mark(
@@ -376,6 +386,18 @@ def _supersede(store: TrajectoryStore, item: _Item, imported: ImportedRows) -> N
             _mark(store, item.report, imported.drop_missing(unit), restored=imported.restore(unit))
         else:
             item.report.awaits_rest = True
+
+
+@contextlib.contextmanager
+def _as_written(fields: Fields, tool: Tool) -> Iterator[None]:
+    """Report any error of reading a row as a row that its tool does not write."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:  # whatever a row of foreign data may hold
+        raise DataError(
+            f"this is not as the writer of {tool.summary} writes it ({type(error).__name__}: {error}). "
+            f"{fields.describe_row()}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,16 +429,15 @@ class _How:
             beside=self.beside,
         )
 
+    def unit(self, fields: Fields, tool: Tool) -> str:
+        """Return the tool's name for the unit of a row."""
+        with _as_written(fields, tool):
+            return tool.unit(fields)
+
     def records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         """Yield the records of a row, in the group that the user names."""
-        try:
-            with as_ours():
-                yield from self._records(fields, tool)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:  # whatever a row of foreign data may hold
-            raise DataError(
-                f"this is not as the writer of {tool.summary} writes it ({type(error).__name__}: {error}). "
-                f"{fields.describe_row()}"
-            ) from error
+        with as_ours(), _as_written(fields, tool):
+            yield from self._records(fields, tool)
 
     def _records(self, fields: Fields, tool: Tool) -> Iterator[RawRollout | None]:
         key = None
@@ -645,7 +666,7 @@ def _converted(item: _Item, tool: Tool, encoder: Encoder, imported: ImportedRows
         try:
             with _naming(source, number):
                 fields = how.fields(source, number, source_row)
-                name = tool.unit(fields)
+                name = how.unit(fields, tool)
                 for record in how.records(fields, tool):
                     if record is None:
                         left_out += 1

@@ -26,6 +26,7 @@ from rlhf_pipeline.exchange.tools.registry import (
     or_unknown,
     tool,
 )
+from trajectory_store import Column
 from trajectory_store.recorder.raw_rollout import (
     CUT,
     UNKNOWN_VERSION,
@@ -342,18 +343,35 @@ def is_annotation(row: Row) -> bool:
     return {"trace_id", "branches"} <= row.keys()
 
 
-def advantages_of(row: Row) -> Iterator[tuple[tuple[str, str, int, bool], float]]:
-    """Yield the advantages in an update of a trace, each with the identity of its trajectory.
+EFFECTIVE = Column("effective", "bool", mutable=True, fill=False)
+"""Marks what prime-rl trained on, as its annotations report it. Only a store with annotations has the column."""
+
+
+class TraceUpdate(NamedTuple):
+    """What prime-rl reports of a trajectory after its episode."""
+
+    identity: tuple[str, str, int, bool]
+    advantage: float | None
+    effective: bool
+
+
+def updates_of(row: Row) -> Iterator[TraceUpdate]:
+    """Yield what an update of a trace reports of each of its trajectories.
 
     prime-rl (commit 048a6e2): `traces/annotations/PRODUCER/NNNNN.jsonl`. Writer: `make_update` in
     `src/prime_rl/monitors/file/traces/update.py`. `branches` has, by the `index` of a leaf, `advantages` per token of
-    the path, null where a token was not sampled.
+    the path, null where a token was not sampled. `info` has `effective`, true for a trace that a training step used,
+    and `advantage`, of the trace. A later update without one of these leaves what an earlier one gave.
     """
-    for branch in as_list(row["branches"], "branches"):
+    info = part_of(row, "info")
+    effective, of_trace = info.get("effective") is True, info.get("advantage")
+    for branch in as_list(row["branches"], "branches") or [{"index": 0}]:
         values = [value for value in branch.get("advantages") or () if value is not None]
-        if values:
+        scalar = [of_trace] if isinstance(of_trace, int | float) else []
+        advantage = VALUES["advantage"](values or scalar, "advantages") if values or scalar else None
+        if advantage is not None or effective:
             identity = _branch_identity(str(row["trace_id"]), as_int(branch["index"], "index"), evaluation=False)
-            yield identity, VALUES["advantage"](values, "advantages")
+            yield TraceUpdate(identity, advantage, effective)
 
 
 def _paths(trace: Row) -> Iterator[tuple[int, list[int]]]:

@@ -17,9 +17,9 @@ def inspect_log(row: Fields) -> RawRollouts:
     """Inspect 0.3.285: `.eval` and `.json` logs of evaluations.
 
     Writer: `EvalSample` of `inspect_ai/log/_log.py`. Fields of a sample: `id` and `epoch`, of which those of one id are
-    a group; `input`, text or messages; `messages`, the whole conversation; `output`, with `choices[0].stop_reason`;
-    `target`; `scores`, by scorer, of each a `value`: a number, or C, I, P and N for 1, 0, 0.5 and 0; `error`; `limit`,
-    of time, tokens or messages. The conversation up to the first answer is the prompt.
+    a group; `uuid`, of the sample's run; `input`, text or messages; `messages`, the whole conversation; `output`, with
+    `choices[0].stop_reason`; `target`; `scores`, by scorer, of each a `value`: a number, or C, I, P and N for 1, 0, 0.5
+    and 0; `error`; `limit`, of time, tokens or messages. The conversation up to the first answer is the prompt.
     """
     for sample in row.row["samples"] or ():
         yield from _sample(row.of({**sample, "eval": row.row["eval"], "plan": row.row.get("plan")}), row)
@@ -54,6 +54,7 @@ def _sample(row: Fields, log: Fields) -> RawRollouts:
         group=Made("id", str(sample["id"])),
         one_turn=len(talk) == first + 1,
         meta={"epoch": sample.get("epoch"), "scores": sample.get("scores"), "task": task},
+        flags={} if sample.get("uuid") is None else {"identity": ("inspect", str(sample["uuid"]))},
     )
 
 

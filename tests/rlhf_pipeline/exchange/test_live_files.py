@@ -67,7 +67,7 @@ def test_each_episode_once_in_its_newest_version(tmp_path: Path, name: str, roun
 
 
 def test_advantages_that_come_later(tmp_path: Path):
-    """prime-rl writes advantages as annotations beside its stream: the stored trajectory gets the last one."""
+    """prime-rl writes advantages, and what it trained on, as annotations: the stored row gets the last advantage."""
     episode = copy.deepcopy(EPISODE)
     for node in episode["traces"][0]["nodes"]:
         node.pop("advantages", None)
@@ -92,9 +92,16 @@ def test_advantages_that_come_later(tmp_path: Path):
     (notes / "00000.jsonl").write_text(json.dumps(update) + "\n")
     follow_folder(tmp_path / "run", tmp_path / "store", stop=lambda: True)
     assert advantages() == [-0.5]
+    update["info"] = {"effective": True, "ship": {"step": 3, "time": 1.5}, "advantage": 0.25}
     update["branches"][0]["advantages"] = [None if value is None else 0.25 for value in stream]
     (notes / "00001.jsonl").write_text(json.dumps(update) + "\n")
     import_files([tmp_path / "run"], tmp_path / "store")
+    assert advantages() == [0.25]
+    later = {"version": 1, "trace_id": "t1", "info": {}, "branches": [{"index": 0, "entropies": stream}]}
+    (notes / "00002.jsonl").write_text(json.dumps(later) + "\n")
+    import_files([tmp_path / "run"], tmp_path / "store")
+    with TrajectoryStore.open(tmp_path / "store", mode="r") as store:
+        assert store.read(store.ids(), ["effective"])["effective"].tolist() == [True]
     assert advantages() == [0.25]
 
 

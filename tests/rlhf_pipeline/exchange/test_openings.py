@@ -153,6 +153,25 @@ def test_logs_of_inspect(tmp_path: Path, chat_tokenizer: Any):
         first = found["group_id"][0]
         assert [g == first for g in found["group_id"]] == [groups[i] == 1 for i in order]
         assert found["temperature"].tolist() == [0.5] * 4
+    for one in samples[:3]:
+        one["scores"]["length"] = {"value": 0.25}
+    samples[0]["uuid"] = "u1"
+    log["plan"] = {"name": "plan", "config": {"temperature": 0.75}}  # in force, over the model's own
+    (tmp_path / "two.json").write_text(json.dumps(log, indent=2))
+    with pytest.raises(DefinitionError, match=r"which score is the reward\? There are scores.match.value, scores.len"):
+        import_files([tmp_path / "two.json"], tmp_path / "two", tokenizer=chat_tokenizer)
+    options: dict[str, Any] = {
+        "tokenizer": chat_tokenizer,
+        "fields": {"reward": "scores.match.value+scores.length.value"},
+    }
+    import_files([tmp_path / "two.json"], tmp_path / "two", **options)
+    found = columns(tmp_path / "two")
+    assert np.array_equal(found["task_reward"], [1.25, 0.75, 0.25, math.nan], equal_nan=True)
+    assert (found["temperature"].tolist(), found["failure_reason"][3]) == ([0.75] * 4, "timeout")
+    log["samples"] = [samples[0] | {"scores": {"match": {"value": "I"}, "length": {"value": 0.25}}}]
+    (tmp_path / "again.json").write_text(json.dumps(log, indent=2))  # a sample that was scored again
+    report = import_files([tmp_path / "again.json"], tmp_path / "two", **options)
+    assert (report.num_imported, report.files[0].num_superseded) == (1, 1)
 
 
 def step(place: int, source: str, message: str, **more: Any) -> dict[str, Any]:
