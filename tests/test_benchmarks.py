@@ -236,7 +236,7 @@ def test_the_table_of_stores_is_that_of_the_committed_run(monkeypatch):
 def test_what_the_readme_says_of_the_chat_model_is_what_its_runs_showed(sums):
     """Its tables are those of the committed runs, and these show what they must; `--markdown` prints them again."""
     found = json.loads(sums.RESULTS.read_text(encoding="utf-8"))
-    page = (HERE.parent / "README.md").read_text(encoding="utf-8")
+    page = (HERE.parent / "docs" / "tour.md").read_text(encoding="utf-8")
     assert "\n".join(sums.markdown(found)) in page
     *first, last = found["seed 0 killed"]["after steps"]
     assert f"after steps {', '.join(map(str, first))} and {last}" in " ".join(page.split())

@@ -59,7 +59,7 @@ def test_the_packages_are_as_drawn():
     assert drawn == there
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/coming_from.md"])
+@pytest.mark.parametrize("page", ["docs/tour.md", "docs/coming_from.md"])
 def test_options_that_are_mapped_to_ours_exist(page):
     """What the last column of a table of other trainers' options names is in the definition, with a value it takes."""
     rows = re.findall(r"^\|(?!-).*\| ([^|\n]*) \|$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -187,7 +187,7 @@ def test_the_blocks_of_a_page(page: Path, folder: Path, tmp_path: Path, monkeypa
 
 RUNS = {
     "docs/beside.md": 0,
-    "README.md": 1,
+    "docs/tour.md": 1,
     "docs/coming_from.md": 3,
     "docs/environments.md": 7,
     "docs/evaluation.md": 2,

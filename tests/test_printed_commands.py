@@ -205,10 +205,11 @@ def folder(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_readme(folder: Path):
-    """Each line of the README, in order."""
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+def test_the_readme(folder: Path, page: str):
+    """Each line of the README and of the tour, in order."""
     shutil.rmtree(folder / "runs" / "tiny-model")
-    for block in blocks("README.md"):
+    for block in blocks(page):
         for line in block:
             if INSTALLS in line:
                 continue  # .ci/run; the run that it starts is the fixture

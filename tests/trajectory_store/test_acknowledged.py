@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import trajectory_store
 from trajectory_store import (
     BatchError,
     Column,
@@ -40,7 +41,7 @@ from trajectory_store.objects.backend import ObjectMedium, ObjectWriter
 from trajectory_store.objects.segment import ObjectSegment
 from trajectory_store.updates import Later
 
-STORAGE = Path(__file__).resolve().parents[2] / "storage"
+STORAGE = Path(trajectory_store.__file__).resolve().parents[1]
 SCHEMA = Schema(
     [
         Column("tag", "int64"),

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import trajectory_store
 from trajectory_store import TrajectoryStore
 
-STORAGE = Path(__file__).resolve().parents[2] / "storage"
+STORAGE = Path(trajectory_store.__file__).resolve().parents[1]
 NEEDED = ("numpy", "google-crc32c")
 WORK = """
 import sys

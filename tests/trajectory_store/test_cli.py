@@ -18,7 +18,7 @@ import trajectory_store
 from trajectory_store import Column, TrajectoryRecorder, TrajectoryStore
 from trajectory_store.cli import EPILOG, main, parser
 
-STORAGE = Path(__file__).resolve().parents[2] / "storage"
+STORAGE = Path(trajectory_store.__file__).resolve().parents[1]
 COLUMNS = [
     *(Column("tokens", "int32", ragged=True), Column("reward", "float32"), Column("text", "str", fill="")),
     Column("later", "int64", mutable=True),

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import trajectory_store
 from trajectory_store import TrajectoryStore
 
 from ._folders import SCHEMA, files, make, rows
 
-PAGE = (Path(__file__).resolve().parents[2] / "storage" / "FORMAT.md").read_text(encoding="utf-8")
+PAGE = (Path(trajectory_store.__file__).resolve().parents[1] / "FORMAT.md").read_text(encoding="utf-8")
 OF_ZARR = {
     *("zarr_format", "node_type", "attributes", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value"),
     *("codecs", "dimension_names", "storage_transformers", "consolidated_metadata", "name", "configuration"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import trajectory_store
 from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore, columns
 from trajectory_store.file_access import PreadBytes, choose, file_system
 
@@ -107,7 +108,7 @@ def test_more_maps_than_open_files_are_allowed(tmp_path, hard, io):
     """Maps hold no descriptors, and small finished files are loaded: many segments are read with few open files."""
     done = subprocess.run(
         [sys.executable, "-c", MANY_MAPS, str(tmp_path / "s"), str(hard), io],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "storage")},
+        env={**os.environ, "PYTHONPATH": str(Path(trajectory_store.__file__).resolve().parents[1])},
         capture_output=True,
         text=True,
         check=False,

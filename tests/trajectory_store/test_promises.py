@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import trajectory_store
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
 from trajectory_store.bucket import PATIENCE
 
 from ._folders import SCHEMA as WIDE
 from ._folders import files, rows, session
 
-STORAGE = Path(__file__).resolve().parents[2] / "storage"
+STORAGE = Path(trajectory_store.__file__).resolve().parents[1]
 SCHEMA = Schema([Column("tag", "int64"), Column("x", "int32", ragged=True), Column("text", "str", mutable=True)])
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 

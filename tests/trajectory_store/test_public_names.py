@@ -9,7 +9,7 @@ from pathlib import Path
 
 import trajectory_store
 
-STORAGE = Path(__file__).resolve().parents[2] / "storage"
+STORAGE = Path(trajectory_store.__file__).resolve().parents[1]
 
 
 def test_every_public_name_is_there_once():

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+import trajectory_store
 from trajectory_store import Column, RaggedArray, Schema, TrajectoryStore
 
 TOKENS = {"input_ids": "int32", "assistant_mask": "bool", "log_probs": "float32", "ref_log_probs": "float32"}
@@ -130,7 +131,7 @@ before = read()
 store.read_padded(ids[np.random.default_rng(0).choice(len(ids), 64, replace=False)])
 print(read() - before)
 """
-    folder = Path(__file__).resolve().parents[2] / "storage"
+    folder = Path(trajectory_store.__file__).resolve().parents[1]
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "s")],
         capture_output=True,

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import trajectory_store
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore, UnsyncedError, WriteFailedError, fs
 from trajectory_store.batch import prepare
 
-STORAGE = Path(__file__).resolve().parents[2] / "storage"
+STORAGE = Path(trajectory_store.__file__).resolve().parents[1]
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
 LIMITED = """
