@@ -31,7 +31,10 @@ def schema_beside(path: Path, container: str) -> Path:
 def schema_of(source: Any) -> Schema | None:
     """Return the store's columns that an export wrote down, or None."""
     if source.container == "parquet":
-        metadata = need("pyarrow.parquet").read_schema(source.path).metadata or {}
+        try:
+            metadata = need("pyarrow.parquet").read_schema(source.path).metadata or {}
+        except need("pyarrow").ArrowInvalid as error:
+            raise DataError(f"{source.path} cannot be read as Parquet: {error}. Is it complete?") from error
         written = metadata[SCHEMA_KEY].decode() if SCHEMA_KEY in metadata else None
     else:
         beside = schema_beside(source.path, source.container)
