@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import rlhf_pipeline
+import trajectory_store
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "storage/pyproject.toml", "CITATION.cff", "CHANGELOG.md", ".ci/release_ready.py")
 
@@ -53,3 +56,9 @@ def test_a_release_is_held_up_by_what_is_not_filled_in(tree: Path):
     assert points(tree) == [
         "the versions differ: pyproject.toml says 0.1.0, storage/pyproject.toml says 0.1.0, CITATION.cff says 0.2.0."
     ]
+
+
+def test_the_packages_have_the_versions_of_their_distributions():
+    """`__version__` of both."""
+    for package, file in zip((rlhf_pipeline, trajectory_store), FILES, strict=False):
+        assert f'\nversion = "{package.__version__}"\n' in (ROOT / file).read_text(encoding="utf-8")
