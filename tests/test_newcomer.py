@@ -35,7 +35,7 @@ def names_in(file: Path) -> set[str]:
 def test_the_page_answers_where_things_are():
     """Each file that the tables name is there, and defines each name beside it."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.partition("## Where is what")[2].partition("\n## ")[0]
+    section = text.partition("## Where to find things")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)]
     asked = {row[0] for row in rows}
     assert asked >= {"the clip formula", "what makes a commit durable", "published weights", "an advantage estimator"}
