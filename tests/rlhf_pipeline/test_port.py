@@ -52,7 +52,7 @@ def test_a_data_set_of_messages_is_learned_from_as_it_is(tmp_path: Path) -> None
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         found = store.read(store.ids(), ["prompt", "meta", "task_reward"])
     with Stored(tmp_path / "run" / "store") as stored:
-        contexts = stored.contexts(stored.ids())
+        contexts = stored.contexts(stored.store.ids())
     assert [context.answer for context in contexts] == [json.loads(meta)["answer"] for meta in found["meta"]]
     assert sorted(found["task_reward"].tolist()) == [1, 1, 2, 2, 3, 3]
     for text, meta in zip(found["prompt"], map(json.loads, found["meta"]), strict=True):

@@ -55,7 +55,14 @@ def other(value: Any) -> Any:
     return {"x": 1} if isinstance(value, dict) else Mix((CopyDigits(num_digits=7),))
 
 
-VALID = {"engine": "vllm", "top_p": 0.5, "min_p": 0.5, "dynamic_by": "a", "chat_template": "{{ other }}"}
+VALID = {
+    "engine": "vllm",
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "dynamic_by": "a",
+    "history": "rewritten",
+    "chat_template": "{{ other }}",
+}
 """Values of fields that are checked when an evaluation's sampling is derived from them."""
 
 

@@ -348,7 +348,7 @@ def test_figures_of_the_newest_use_of_each_token(tmp_path):
     view = View(tmp_path / "run")
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         rows = store.read(store.ids())
-    for at, id in enumerate(view.stored.ids().tolist()):
+    for at, id in enumerate(view.stored.store.ids().tolist()):
         tokens, own = torch.tensor(rows["input_ids"][at]).long(), rows["assistant_mask"][at]
         with torch.no_grad():
             scores = model(tokens[None]).logits[0, :-1].log_softmax(-1)
