@@ -36,7 +36,7 @@ def test_bytes_and_nan(tmp_path: Path, condition: str, wanted: list[int]):
 
 
 def test_the_tokens_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Replies between completions do not count; where there is no mask, all after the prompt does."""
+    """Replies between completions do not count; of a mask of zeros nothing does, of an unknown one all after the prompt."""
     monkeypatch.setattr(filters, "_BLOCK_ROWS", 2)
     tokens, masked = Column("input_ids", "int32", ragged=True), Column("assistant_mask", "bool", ragged=True)
     with TrajectoryStore.create(
@@ -45,7 +45,7 @@ def test_the_tokens_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         masks = [np.array(mask, bool) for mask in ([0, 1, 0, 1], [0, 0], [], [0, 1, 1])]
         rows = [np.zeros(len(mask), np.int32) for mask in masks]
         store.append({"input_ids": rows, "assistant_mask": masks, "num_prompt_tokens": [1, 1, 0, 1]})
-        assert num_completion_tokens(store, store.ids()).tolist() == [2, 1, 0, 2]
+        assert num_completion_tokens(store, store.ids()).tolist() == [2, 0, 0, 2]
         assert select(store, ["num_completion_tokens==2", "num_tokens>3"]).tolist() == [0]
     with TrajectoryStore.create(tmp_path / "b", Schema([tokens])) as store:
         store.append({"input_ids": [[1, 2]]})

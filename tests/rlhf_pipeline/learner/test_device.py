@@ -210,7 +210,8 @@ def learner_of(
         loss=GRPOLoss(policy, entropy_bonus=True, **(loss or {})),
         sample=sample,
         buffer=buffer,
-        config=Learn(token_budget=48, lr=1e-2, **config),
+        # The pretended device has no compiler.
+        config=Learn(token_budget=48, lr=1e-2, compile="off", **config),
         max_staleness=None,
         max_completion_tokens=8,
         ledger=None,
