@@ -36,7 +36,7 @@ def test_bytes_and_nan(tmp_path: Path, condition: str, wanted: list[int]):
 
 
 def test_the_tokens_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Replies between completions do not count; of a mask of zeros nothing does, of an unknown one all after the prompt."""
+    """Replies do not count, nor does a mask of zeros; of an unknown mask, all after the prompt counts."""
     monkeypatch.setattr(filters, "_BLOCK_ROWS", 2)
     tokens, masked = Column("input_ids", "int32", ragged=True), Column("assistant_mask", "bool", ragged=True)
     with TrajectoryStore.create(
