@@ -50,6 +50,7 @@ sys.exit(code)
 """
 SUPERVISOR = """
 import sys
+from rlhf_pipeline.run.completeness import check_parts
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.children import SupervisorConfig
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat
