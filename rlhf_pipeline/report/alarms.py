@@ -24,7 +24,7 @@ _STILL: Final = 10
 _FIRST_S: Final = 3600.0
 """How long the first step may take."""
 _IDLE_STEPS: Final = 20
-"""Steps over which trajectories without a gradient are counted: in a few steps all groups may be flat by chance."""
+"""Steps over which trajectories without a gradient are counted: over fewer, all groups may happen to lack spread."""
 _IDLE: Final = 0.9
 """The share of the trajectories of these steps without a gradient from which on that is an alarm."""
 _NEAR_BEST: Final = 0.05

@@ -6,11 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-import google_crc32c
-
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.record import canonical
+from rlhf_pipeline.run.record import checksum_of
 
 RESTORE: Final = "Restore it from a copy, or start the run again with --out OTHER_FOLDER."
 
@@ -31,7 +29,7 @@ def recorded_choice(run: RunFolder) -> dict[str, Any] | None:
     state: Any = None
     try:
         state = json.loads(run.choice_file.read_bytes())
-        whole = state.pop("crc32c") == google_crc32c.value(canonical(state))
+        whole = state.pop("crc32c") == checksum_of(state)
     except (ValueError, KeyError, AttributeError):
         whole = False
     if not whole:
@@ -41,7 +39,7 @@ def recorded_choice(run: RunFolder) -> dict[str, Any] | None:
 
 def record_choice(run: RunFolder, state: Mapping[str, Any]) -> None:
     """Record atomically what a run over stores learns from, JSON-ready."""
-    checked = {**state, "crc32c": google_crc32c.value(canonical(state))}
+    checked = {**state, "crc32c": checksum_of(state)}
     run.write(run.choice_file, json.dumps(checked).encode())
 
 

@@ -111,7 +111,7 @@ class RunRecord:
                 f"{file} has format {data.get('format')!r}; this version of rlhf-pipeline reads format {FORMAT}. "
                 "Read it with the version that wrote it (its 'versions' say which), or upgrade this one."
             )
-        if data.pop("crc32c", None) not in (None, google_crc32c.value(canonical(data))):
+        if data.pop("crc32c", None) not in (None, checksum_of(data)):
             raise DataError(
                 f"{file} fails its checksum: it was edited or damaged. Restore it from a copy. If you have "
                 "edited it, remove its line with crc32c; settings are changed with --resume --set."
@@ -198,7 +198,7 @@ class RunRecord:
         try:
             content |= {"pipeline": to_json(setup.pipeline)}
             plain_content = json.loads(json.dumps(content))
-            text = json.dumps({**plain_content, "crc32c": google_crc32c.value(canonical(plain_content))}, indent=1)
+            text = json.dumps({**plain_content, "crc32c": checksum_of(plain_content)}, indent=1)
         except TypeError as error:
             raise DefinitionError(
                 f"the definition cannot be recorded: {error}. Its fields must be dataclasses, functions, text, "
@@ -215,9 +215,9 @@ class RunRecord:
         return True
 
 
-def canonical(state: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a record that its checksum covers."""
-    return json.dumps(state, sort_keys=True).encode()
+def checksum_of(content: Mapping[str, Any]) -> int:
+    """Return the CRC32C of a record's content, whatever the order of its fields."""
+    return google_crc32c.value(json.dumps(content, sort_keys=True).encode())
 
 
 def package_versions() -> dict[str, str]:

@@ -24,26 +24,11 @@ from rlhf_pipeline.data.keys import ASSISTANT_MASK, TOKENS
 from rlhf_pipeline.environments.verifiers import Verifiers
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import CHAT_TEMPLATE, talker
+from tests.rlhf_pipeline.small import CHAT_TEMPLATE, response_template, talker
 from trajectory_store import TrajectoryStore
 
 pytestmark = pytest.mark.timeout(600)  # an agent of verifiers is a process of its own, a new one for each turn
 SEAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-CALLS = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "A:",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": "[+024]",
-            "close": "<|im_end|>",
-            "repeats": True,
-            "content": "text",
-            "transform": {"type": "function", "function": {"name": "sums_add", "arguments": {"digits": "{content}"}}},
-        },
-        "content": {"content": "text", "close": "<|im_end|>"},
-    },
-}
-"""What follows one of these characters is a call."""
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +113,7 @@ def test_several_turns(guesses):
 def test_tools(tasksets):
     """A call that the policy writes reaches the tool's server, and its result is the reply."""
     policy = talker()
-    policy.tokenizer.response_template = CALLS
+    policy.tokenizer.response_template = response_template("sums_add")
     sums = Verifiers("add_digits", agent=SEAT)
     done = conversations(sums, policy, 0, 1)
     names = [tool["function"]["name"] for tool in done[0].at.tools.schemas]

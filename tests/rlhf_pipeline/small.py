@@ -54,6 +54,14 @@ CHAT_TEMPLATE = (
 """Of conversations with a tool."""
 
 
+def response_template(function: str) -> dict[str, Any]:
+    """The format of calls of a function with digits: what follows one of four characters is a call."""
+    call = {"type": "function", "function": {"name": function, "arguments": {"digits": "{content}"}}}
+    calls = {"open_pattern": "[+024]", "close": "<|im_end|>", "repeats": True, "content": "text", "transform": call}
+    fields = {"tool_calls": calls, "content": {"content": "text", "close": "<|im_end|>"}}
+    return {"defaults": {"role": "assistant"}, "start_anchor": "A:", "fields": fields}
+
+
 def tiny(*, reward: RewardFunction = token_match, **changes: str) -> Pipeline:
     """A pipeline that collects; fields by path, with two underscores for the dot."""
     pipeline = Pipeline(

@@ -1,4 +1,4 @@
-"""A person's notes and labels on trajectories, in a file beside the run: what is looked at stays as it is."""
+"""A person's notes and labels on trajectories, in a file beside the run; the run itself is not changed."""
 
 from __future__ import annotations
 

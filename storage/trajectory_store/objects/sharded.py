@@ -2,7 +2,7 @@
 
 A shard holds the compressed inner chunks one after another, then their index: the offset and size of each chunk as two
 u64 (all ones for a chunk that holds only fill values), and the CRC32C of these. The object `checks` of the segment has
-the CRC32C of each chunk as it is stored, so that what is damaged is never decompressed.
+the CRC32C of each compressed chunk, so that damaged bytes are never decompressed.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ShardWriter:
 
     @property
     def checks(self) -> bytes:
-        """The CRC32C of each chunk as it is stored, four bytes each."""
+        """The CRC32C of each compressed chunk, four bytes each."""
         return np.array(self._crcs, "<u4").tobytes()
 
     @property

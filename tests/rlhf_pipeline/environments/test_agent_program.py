@@ -33,7 +33,8 @@ from rlhf_pipeline.report.drift import drifted
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.run.start import run as run_pipeline
 from rlhf_pipeline.user_code.runtime import process_runtime
-from tests.rlhf_pipeline.small import CHAT_TEMPLATE, talker
+from tests.rlhf_pipeline.environments.lossy import LosesFirstResponse
+from tests.rlhf_pipeline.small import CHAT_TEMPLATE, response_template, talker
 
 openai = pytest.importorskip("openai")
 
@@ -45,27 +46,12 @@ ADD: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {"digits": {"type": "string"}}},
     },
 }
-CALLS = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "A:",
-    "fields": {
-        "tool_calls": {
-            "open_pattern": "[+024]",
-            "close": "<|im_end|>",
-            "repeats": True,
-            "content": "text",
-            "transform": {"type": "function", "function": {"name": "add", "arguments": {"digits": "{content}"}}},
-        },
-        "content": {"content": "text", "close": "<|im_end|>"},
-    },
-}
-"""What follows one of these characters is a call."""
 
 
 def policy(seed: int = 0) -> Any:
     """A tiny policy whose turns have calls."""
     made = talker(seed)
-    made.tokenizer.response_template = CALLS
+    made.tokenizer.response_template = response_template("add")
     return made
 
 
@@ -100,21 +86,6 @@ def rows_of(conversations: list[Conversation]) -> list[Any]:
     return found
 
 
-class Drops(httpx.AsyncHTTPTransport):
-    """Loses the first response, after it was sent."""
-
-    dropped = False
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request."""
-        response = await super().handle_async_request(request)
-        if not self.dropped:
-            self.dropped = True
-            await response.aclose()
-            raise httpx.ReadError("the connection was dropped")
-        return response
-
-
 def told(message: Any) -> list[dict[str, Any]]:
     """What follows a turn: the results of its calls, or a question."""
     calls = [dict(call) for call in message.get("tool_calls") or ()]
@@ -125,7 +96,7 @@ def told(message: Any) -> list[dict[str, Any]]:
 
 async def everything(base_url: str, api_key: str, prompt: Prompt) -> dict[str, float]:
     """Two turns with tools, one of them streamed, and a retry; a sub-agent; a third turn; an edited history."""
-    async with httpx.AsyncClient(transport=Drops()) as drops:
+    async with httpx.AsyncClient(transport=LosesFirstResponse()) as drops:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=drops)
         main: list[Any] = [{"role": "user", "content": prompt.text}]
 

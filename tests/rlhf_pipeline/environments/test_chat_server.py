@@ -23,6 +23,7 @@ from rlhf_pipeline.environments.chat_requests import (
     parse,
 )
 from rlhf_pipeline.environments.chat_server import MOST_WAITING, ChatSample, ChatSession, chat_server
+from tests.rlhf_pipeline.environments.lossy import LosesFirstResponse
 
 openai = pytest.importorskip("openai")
 
@@ -111,21 +112,8 @@ def test_a_retry_receives_the_same_response():
         drawn.append(sample)
         return ChatChoice(message={"content": f"drawn {len(drawn)}"})
 
-    class Drops(httpx.AsyncHTTPTransport):
-        """Loses the first response."""
-
-        dropped = False
-
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            response = await super().handle_async_request(request)
-            if not self.dropped:
-                self.dropped = True
-                await response.aclose()
-                raise httpx.ReadError("the connection was dropped")
-            return response
-
     async def ask() -> None:
-        async with httpx.AsyncClient(transport=Drops()) as drops, served(late) as (client, session):
+        async with httpx.AsyncClient(transport=LosesFirstResponse()) as drops, served(late) as (client, session):
             flaky = client.with_options(http_client=drops)
             first = await flaky.chat.completions.create(model="m", messages=ASKED)
             assert first.choices[0].message.content == "drawn 1"

@@ -115,7 +115,7 @@ def row(step: int, member: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_folder_is_followed_while_it_grows(browser: Any, tmp_path: Path):
-    """What a trainer adds to a folder arrives on the open page; the folder itself is left as it is."""
+    """What a trainer adds to a folder arrives on the open page; the folder itself is not changed."""
     folder = tmp_path / "outputs"
     folder.mkdir()
     file = folder / "1.jsonl"
