@@ -162,12 +162,16 @@ def has_printed(process: subprocess.Popen[str]) -> bool:
 def look(line: str, folder: Path) -> None:
     """Start a server of pages, open the URL that it prints, and press Ctrl-C."""
     process = start(line, folder)
+    printed: list[str] = []  # notices about the file may come before the URL
 
     def opened() -> bool:
-        told = process.stdout.readline() if process.stdout else ""
-        found = re.search(r"http://\S+", told)
-        assert found, told
-        with build_opener(HTTPCookieProcessor()).open(found[0], timeout=60) as page:
+        printed_line = process.stdout.readline() if process.stdout else ""
+        printed.append(printed_line)
+        url = re.search(r"http://\S+", printed_line)
+        assert url or printed_line, "".join(printed)
+        if url is None:
+            return False
+        with build_opener(HTTPCookieProcessor()).open(url[0], timeout=60) as page:
             return b"<title>" in page.read()
 
     interrupt(process, opened, line)
