@@ -33,7 +33,8 @@ def test_examples_in_docstrings(name):
 
 
 READMES = [ROOT / "README.md", ROOT / "storage" / "README.md"]
-PAGES = [*READMES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_PAGES = ["CHANGELOG.md", "SECURITY.md", ".github/CONTRIBUTING.md", "storage/FORMAT.md", "benchmarks/README.md"]
+PAGES = [*READMES, *(ROOT / page for page in OTHER_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
