@@ -97,7 +97,7 @@ PARAMETERS: Final = (
     Parameter(
         name="seed",
         treatment=HONOURED,
-        rule="another seed draws another sample; the run's seed counts, too",
+        rule="another seed draws another sample; the run's seed also has an effect",
     ),
     Parameter(name="stream", treatment=HONOURED, rule="chunks of the finished text"),
     Parameter(name="stream_options", treatment=HONOURED, rule="`include_usage`"),
@@ -106,7 +106,7 @@ PARAMETERS: Final = (
         treatment=IGNORED,
         rule="the definition sets it (`sampling`): log-probs are stored at the temperature of the run",
     ),
-    Parameter(name="top_p", treatment=IGNORED, rule="`collect.top_p` counts"),
+    Parameter(name="top_p", treatment=IGNORED, rule="`collect.top_p` applies"),
     Parameter(
         name="max_tokens",
         treatment=IGNORED,
@@ -117,25 +117,25 @@ PARAMETERS: Final = (
     Parameter(
         name="response_format",
         treatment=REJECTED,
-        rule='`{"type": "text"}` is accepted: sampling is not constrained',
+        rule='`{"type": "text"}` is accepted; sampling is not constrained',
         accepts=_is_plain_text,
     ),
     Parameter(
         name="logprobs",
         treatment=REJECTED,
-        rule="`false` is accepted: log-probs are stored with the row",
+        rule="`false` is accepted; log-probs are stored with the row",
         accepts=_is_off,
     ),
     Parameter(name="top_logprobs", treatment=REJECTED, rule="as `logprobs`", accepts=_is_off),
     Parameter(
-        name="presence_penalty", treatment=REJECTED, rule="0 is accepted: it would change log-probs", accepts=_is_off
+        name="presence_penalty", treatment=REJECTED, rule="it would change log-probs; 0 is accepted", accepts=_is_off
     ),
     Parameter(name="frequency_penalty", treatment=REJECTED, rule="as `presence_penalty`", accepts=_is_off),
     Parameter(name="logit_bias", treatment=REJECTED, rule="as `presence_penalty`", accepts=_is_off),
     Parameter(name="functions", treatment=REJECTED, rule="use `tools`", accepts=_is_off),
     Parameter(name="function_call", treatment=REJECTED, rule="use `tool_choice`", accepts=_is_auto),
     Parameter(name="modalities", treatment=REJECTED, rule='`["text"]` is accepted', accepts=_is_plain_text),
-    Parameter(name="audio", treatment=REJECTED, rule="the policy writes text alone", accepts=_is_off),
+    Parameter(name="audio", treatment=REJECTED, rule="the policy generates only text", accepts=_is_off),
     Parameter(name="prediction", treatment=REJECTED, rule="as `audio`", accepts=_is_off),
     Parameter(name="web_search_options", treatment=REJECTED, rule="as `audio`", accepts=_is_off),
     *(
@@ -144,12 +144,12 @@ PARAMETERS: Final = (
             ("user", "a label"),
             ("metadata", "a label"),
             ("store", "every row is stored"),
-            ("service_tier", "there is one"),
+            ("service_tier", "there is only one"),
             ("safety_identifier", "a label"),
             ("prompt_cache_key", "a label"),
             ("prompt_cache_retention", "a label"),
-            ("reasoning_effort", "a policy is not told"),
-            ("verbosity", "a policy is not told"),
+            ("reasoning_effort", "the policy does not see it"),
+            ("verbosity", "the policy does not see it"),
         )
     ),
 )

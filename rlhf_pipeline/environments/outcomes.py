@@ -1,8 +1,9 @@
-"""Every way in which a trajectory can end, and what it counts for: the one table, printed in docs/rewards.md.
+"""Every way in which a trajectory can end, and where it counts: the one table, printed in docs/rewards.md.
 
-Two rules are behind it. What a policy does is learned from: a malformed call is told to it, a walk that reaches
-nothing has a reward of 0. What the world does is not: after a timeout, or when a tool or an environment raises, nobody
-can say what the policy would have earned. An evaluation leaves out nothing that a policy lost.
+Two rules apply. The policy is trained on its own mistakes: it sees the error of a malformed call, and a walk that
+reaches no goal has a reward of 0. It is never trained on infrastructure failures: after a timeout, or when a tool or an
+environment raises, the reward that the policy would have earned is unknown. An evaluation never excludes a failure
+caused by the policy.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from dataclasses import dataclass
 from typing import Final
 
 STOP: Final = "stop"
-"""The environment ended the conversation after a whole turn; without one, the policy ended its completion."""
+"""The environment ended the conversation after a complete turn, or the policy ended its completion."""
 LENGTH: Final = "length"
-"""A limit of tokens cut the last turn, or left no room for another one."""
+"""A token limit truncated the last turn, or left no room for another turn."""
 TURNS: Final = "turns"
 """The limit of turns was reached."""
 CALLS: Final = "calls"
-"""The limit of calls that could not be made was reached."""
+"""The limit of failed calls was reached."""
 FAILED: Final = "failed"
-"""The world failed."""
+"""Infrastructure failed."""
 
 TIMEOUT: Final = "timeout"
 TOOL_ERROR: Final = "tool_error"
@@ -28,63 +29,65 @@ ENGINE: Final = "engine"
 NOT_APPLICABLE: Final = "not_applicable"
 
 BROKEN: Final = frozenset({TIMEOUT, TOOL_ERROR, GRADER_ERROR, ENGINE})
-"""Kinds of failure of the world; others leave a trajectory out on purpose."""
+"""Kinds of infrastructure failure; the other kinds exclude a trajectory deliberately."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One way to end, or to go on after something went wrong."""
+    """One way to end, or to continue after an error."""
 
     name: str
     what: str
     then: str
-    """What becomes of the conversation."""
+    """What happens to the conversation."""
     reward: str = "as given"
     learned: bool = True
     """Whether it counts in the baseline of its group and in the loss."""
     evaluated: bool = True
-    """Whether an evaluation counts it; what it does not is in `evaluation/failed`."""
+    """Whether an evaluation counts it; `evaluation/failed` counts the others."""
     finish_reason: str = ""
     failure: str = ""
     """Stored as `failure_reason`; empty if its reward is trusted."""
 
 
-_TOLD: Final = f"told; the last of `collect.max_call_errors` ends it (`{CALLS}`)"
+_ERROR_REPLY: Final = f"continues with an error message; the last of `collect.max_call_errors` ends it (`{CALLS}`)"
 
 OUTCOMES: Final = (
-    Outcome(name="won", what="the environment says done, with rewards", then="ends", finish_reason=STOP),
-    Outcome(name="lost", what="done, and no reward was given", then="ends", reward="0", finish_reason=STOP),
-    Outcome(name="turns used up", what="`collect.max_turns` turns", then="ends", finish_reason=TURNS),
+    Outcome(name="won", what="the environment returns done, with rewards", then="ends", finish_reason=STOP),
+    Outcome(name="lost", what="done, without a reward", then="ends", reward="0", finish_reason=STOP),
+    Outcome(name="turns used up", what="`collect.max_turns` turns were taken", then="ends", finish_reason=TURNS),
     Outcome(
-        name="turn cut",
-        what="`collect.max_new_tokens` ends a turn",
-        then="the environment sees it; if it says done, ends",
+        name="turn truncated",
+        what="`collect.max_new_tokens` truncates a turn",
+        then="the environment receives the turn; ends if it returns done",
         finish_reason=LENGTH,
     ),
     Outcome(
         name="row full",
-        what="`collect.max_row_tokens`, or the model's context",
+        what="`collect.max_row_tokens`, or the model's context, is reached",
         then="ends",
         finish_reason=LENGTH,
     ),
     Outcome(
         name="reply too long",
-        what="more tokens than the row has left; `collect.max_reply_tokens` cuts it, with a mark",
-        then="ends; a cut one is told",
+        what="the reply does not fit into the row; `collect.max_reply_tokens` truncates it and adds a mark",
+        then="ends; continues with a truncated reply",
         finish_reason=LENGTH,
     ),
-    Outcome(name="malformed call", what="nobody can read it", then=_TOLD, finish_reason=CALLS),
-    Outcome(name="unknown call", what="there is no such tool", then=_TOLD, finish_reason=CALLS),
-    Outcome(name="bad arguments", what="a tool does not take them", then=_TOLD, finish_reason=CALLS),
+    Outcome(name="malformed call", what="the call cannot be parsed", then=_ERROR_REPLY, finish_reason=CALLS),
+    Outcome(name="unknown call", what="the tool does not exist", then=_ERROR_REPLY, finish_reason=CALLS),
     Outcome(
-        name="tool refused",
+        name="bad arguments", what="the tool does not accept the arguments", then=_ERROR_REPLY, finish_reason=CALLS
+    ),
+    Outcome(
+        name="tool rejected",
         what="a tool raises an error that arguments cause (`ValueError`, `KeyError`, ...)",
-        then="told",
+        then="continues with the error message",
     ),
     Outcome(
         name="tool raised",
-        what="any other error of a tool, of `step` or of `end`, or an answer that is none",
-        then="ends, or begins again (`collect.retries`)",
+        what="any other error of a tool, of `step` or of `end`, or a reply of the wrong type",
+        then="ends, or restarts (`collect.retries`)",
         reward="none",
         learned=False,
         evaluated=False,
@@ -93,8 +96,8 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="tool timed out",
-        what="no answer within `collect.step_timeout_s`",
-        then="ends, or begins again (`collect.retries`)",
+        what="no reply within `collect.step_timeout_s`",
+        then="ends, or restarts (`collect.retries`)",
         reward="none",
         learned=False,
         evaluated=False,
@@ -102,9 +105,9 @@ OUTCOMES: Final = (
         failure=TIMEOUT,
     ),
     Outcome(
-        name="reset wrong",
-        what="`reset` raises, or shows nothing that the policy can read",
-        then="does not begin, or begins again (`collect.retries`)",
+        name="reset failed",
+        what="`reset` raises, or returns no text or messages",
+        then="does not start, or restarts (`collect.retries`)",
         reward="none",
         learned=False,
         evaluated=False,
@@ -113,7 +116,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="reward raised",
-        what="a reward function raises, or returns no finite number",
+        what="a reward function raises, or returns a value that is not a finite number",
         then="has ended",
         reward="none",
         learned=False,
@@ -122,7 +125,7 @@ OUTCOMES: Final = (
         failure=GRADER_ERROR,
     ),
     Outcome(
-        name="grader late",
+        name="grader timed out",
         what="no reward within `collect.reward_timeout_s`",
         then="has ended",
         reward="none",
@@ -133,7 +136,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="reward None",
-        what="every reward function returned None: none applies",
+        what="every reward function returned None",
         then="has ended",
         reward="none",
         learned=False,
@@ -141,18 +144,18 @@ OUTCOMES: Final = (
         failure=NOT_APPLICABLE,
     ),
     Outcome(
-        name="left out",
+        name="excluded",
         what="a reward function raises `LeftOut`, as `mask_truncated` does",
         then="has ended",
-        reward="none; in an evaluation, of the other functions",
+        reward="none; in an evaluation, the rewards of the other functions",
         learned=False,
-        failure="as it says",
+        failure="the given reason",
     ),
     Outcome(
         name="engine aborted",
-        what="another client, or a restart, ended it",
-        then="begins again (`collect.retries`); otherwise the run ends, and `--resume` samples the rollout again",
-        reward="of the next try",
+        what="another client, or a restart, ended the request",
+        then="restarts (`collect.retries`); otherwise the run ends, and `--resume` samples the rollout again",
+        reward="from the next attempt",
     ),
 )
 """The table."""
@@ -169,7 +172,16 @@ def failure_kind(error: BaseException) -> str:
 
 def table() -> str:
     """Return the table in Markdown."""
-    head = ("", "what happens", "the conversation", "reward", "learned from", "evaluated", "finish reason", "failure")
+    head = (
+        "outcome",
+        "what happens",
+        "the conversation",
+        "reward",
+        "learned from",
+        "evaluated",
+        "finish reason",
+        "failure",
+    )
     rows = [
         (
             one.name,

@@ -149,7 +149,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     if cache_name is None or missing:
         reason = f"its forward takes no {' and no '.join(missing)}"
         if "state" in parameters:
-            reason += ", and its recurrent states are an argument of its own, state"
+            reason += ", and its recurrent states are a separate argument, state"
         raise _refuse(
             model,
             reason,
@@ -337,7 +337,7 @@ def _cache_refusal(trunk: nn.Module, config: Any, cache_type: Any) -> str | None
         return f"its layers keep a cache of the kind {', '.join(sorted(kinds))}"
     own_cache = re.search(r"\w+Cache\b", str(cache_type))
     if own_cache and own_cache[0] != "DynamicCache":
-        return f"it keeps its states in a cache of its own, {own_cache[0]}"
+        return f"it keeps its states in a custom cache, {own_cache[0]}"
     keeper = next((type(part).__name__ for part in trunk.modules() if hasattr(part, "recurrent_states")), None)
     if keeper is not None:
         return f"it keeps its states in its modules ({keeper}), for one batch of rows"

@@ -162,22 +162,22 @@ CASES: dict[str, Case] = {
     "won": Case(worth=1.0),
     "lost": Case(worth=0.0),
     "turns used up": Case(environment=Goes, collect={"max_turns": 2}, worth=0.0),
-    "turn cut": Case(collect={"max_new_tokens": 2}),
+    "turn truncated": Case(collect={"max_new_tokens": 2}),
     "row full": Case(environment=Goes, collect={"max_row_tokens": 5}, worth=0.0),
     "reply too long": Case(environment=Talks, collect={"max_row_tokens": 20}, worth=0.0),
     "malformed call": Case(environment=tool(), reward=letters, calls=call("look", {}, content="json"), worth=0.0),
     "unknown call": Case(environment=tool(), reward=letters, calls=call("find", {}), worth=0.0),
     "bad arguments": Case(environment=tool(), reward=letters, calls=call("look", {"at": "{content}"}), worth=0.0),
-    "tool refused": Case(environment=tool(lambda: int("x")), reward=letters, calls=GOOD, failure=""),
+    "tool rejected": Case(environment=tool(lambda: int("x")), reward=letters, calls=GOOD, failure=""),
     "tool raised": Case(environment=tool(no_route), reward=letters, calls=GOOD),
     "tool timed out": Case(
         environment=tool(lambda: time.sleep(3)), reward=letters, calls=GOOD, collect={"step_timeout_s": 0.2}
     ),
-    "reset wrong": Case(environment=OddReset),
+    "reset failed": Case(environment=OddReset),
     "reward raised": Case(reward=wrong(KeyError("x"))),
-    "grader late": Case(reward=wrong(TimeoutError()), collect={"reward_timeout_s": 0.2, "reward_concurrency": 64}),
+    "grader timed out": Case(reward=wrong(TimeoutError()), collect={"reward_timeout_s": 0.2, "reward_concurrency": 64}),
     "reward None": Case(reward=wrong(None)),
-    "left out": Case(reward=(letters, with_mask), failure="too_short"),
+    "excluded": Case(reward=(letters, with_mask), failure="too_short"),
     "engine aborted": Case(environment=Aborts, collect={"retries": 1}),
 }
 
@@ -256,14 +256,14 @@ def test_an_ending_counts_as_the_table_says(outcome: Outcome, tmp_path, monkeypa
         seen["task_reward"][at & counts & (seen["group_id"] == group)] for group in np.unique(seen["group_id"][at])
     ]
     assert line["evaluation/reward"] == pytest.approx(np.mean([one.mean() for one in means if len(one)]), abs=1e-6)
-    if outcome.name == "left out":
+    if outcome.name == "excluded":
         assert not np.isnan(seen["task_reward"]).any()
         assert seen["task_reward"].max() > 0
     if outcome.name == "engine aborted":
         assert any(
             "the engine aborted it" in json.loads(meta).get("retried", []) for meta in rows["meta"] + seen["meta"]
         )
-    if outcome.name == "tool refused":
+    if outcome.name == "tool rejected":
         said = "error: ValueError: invalid literal for int() with base 10: 'x'"
         known = "".join(one for one in said if one in "abcdefg=")  # the alphabet has no other
         sent = [message for one in rows["meta"] for message in json.loads(one)["messages"] if message["role"] == "tool"]

@@ -6,7 +6,7 @@ import { wordDiff } from "view/diff.js";
 import { title } from "view/titles.js";
 import { finish, link, rowsTable } from "view/trajectories.js";
 
-const UNKNOWN = "the ledger does not say what had a gradient";
+const UNKNOWN = "the ledger does not record which trajectories had a gradient";
 const LEFT_OUT = { failed: "without a reward", waiting: "without their whole group", too_old: "too old", lost_weights: "of weights that the run has lost" };
 
 // What the ledger says of a group: nothing is derived from rewards here.

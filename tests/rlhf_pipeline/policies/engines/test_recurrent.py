@@ -164,7 +164,7 @@ def test_a_model_that_lets_padding_into_its_states_is_refused(
     ("kind", "changes", "reason"),
     [
         ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 64}, "keeps its states in its modules"),
-        ("minimax", {"num_local_experts": 4, "head_dim": 8, "block_size": 16}, "a cache of its own, MiniMaxCache"),
+        ("minimax", {"num_local_experts": 4, "head_dim": 8, "block_size": 16}, "a custom cache, MiniMaxCache"),
     ],
 )
 def test_states_outside_of_the_cache_are_refused(kind: str, changes: dict[str, object], reason: str) -> None:
@@ -179,7 +179,7 @@ def test_states_outside_of_the_cache_are_refused(kind: str, changes: dict[str, o
 def test_states_that_are_an_argument_are_refused() -> None:
     """RWKV has no cache."""
     config = AutoConfig.for_model("rwkv", vocab_size=97, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
-    with pytest.raises(DefinitionError, match=r"RwkvForCausalLM: .* its recurrent states are an argument of its own"):
+    with pytest.raises(DefinitionError, match=r"RwkvForCausalLM: .* its recurrent states are a separate argument"):
         TokenPolicy(AutoModelForCausalLM.from_config(config))
 
 
