@@ -54,7 +54,7 @@ class Definition:
             raise _explain(error, self.file, f"{self.function}()") from error
         if not isinstance(pipeline, Pipeline):
             raise DefinitionError(
-                f"{self.file}: {self.function}() returned {_shown(pipeline)}; it must return a Pipeline. "
+                f"{self.file}: {self.function}() returned {_shortened(pipeline)}; it must return a Pipeline. "
                 "`from rlhf_pipeline import Pipeline` and end the function with `return Pipeline(...)`."
             )
         return apply_overrides(pipeline, overrides)
@@ -343,6 +343,6 @@ def _fields_of(class_name: str, tb: TracebackType | None) -> list[str]:
     return []
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

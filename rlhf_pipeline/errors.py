@@ -188,7 +188,7 @@ def tried(what: str, on: str) -> Generator[None]:
         raise DefinitionError(f"{what} raised {type(error).__name__}: {error}, tried on {on}") from error
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, valid_names: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest known name, or the list of known names.
 
     >>> did_you_mean("group_sise", ["group_size", "seed"])
@@ -198,7 +198,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("zzz", ["b", "a"])
     ' Known: a, b.'
     """
-    names = sorted(known)
+    names = sorted(valid_names)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if not near and len(name) >= 3:
         near = [candidate for candidate in names if candidate.startswith(name)][:1]

@@ -142,10 +142,10 @@ class Setting:
                 return fitting
         choices = [str(choice) for option in _options(self.hint) for choice in _choices(option)]
         hint = did_you_mean(str(value), choices) if choices and isinstance(value, str) else ""
-        must = "." if hint else f"; it must be {self._wanted(value)}."
-        raise DefinitionError(f"{self.owner}.{self.name} is {_shown(value)}{must}{hint}")
+        must = "." if hint else f"; it must be {self._requirement(value)}."
+        raise DefinitionError(f"{self.owner}.{self.name} is {_shortened(value)}{must}{hint}")
 
-    def _wanted(self, value: Any) -> str:
+    def _requirement(self, value: Any) -> str:
         """Return the requirement in words; only the bounds for a value of the right type."""
         of_type = dataclasses.replace(self, bounds=Bounds())
         options = _options(self.hint)
@@ -263,6 +263,6 @@ def _members(protocol: type) -> list[str]:
     return sorted(name for name in vars(protocol) if not name.startswith("_"))
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

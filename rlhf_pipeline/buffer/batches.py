@@ -191,13 +191,13 @@ class TokenPlaces:
     Attributes:
         first: int64, the flat index of each row's first token, which has no penalty: no token precedes it.
         last: int64 `[B]`, the flat index of each row's last assistant token, or of its last token if there is none.
-        other: int64, the flat indices of the real tokens that are not the assistant's.
+        unsampled: int64, the flat indices of the real tokens that are not the assistant's.
         at_assistant: turns one value per row, `[B]`, into an array with it at the assistant's tokens, and 0 elsewhere.
     """
 
     first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
-    other: npt.NDArray[np.int64]
+    unsampled: npt.NDArray[np.int64]
     at_assistant: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 
@@ -225,8 +225,8 @@ def derive(
     for values in (log_probs, ref):
         if values is not None:
             line = values.reshape(-1)
-            unsampled = line[places.other]
-            line[places.other] = np.where(np.isnan(unsampled), _FLOAT.type(0.0), unsampled)
+            unsampled = line[places.unsampled]
+            line[places.unsampled] = np.where(np.isnan(unsampled), _FLOAT.type(0.0), unsampled)
     penalty, coef = None, flat.get(KL_COEF)
     rewarded, penalised = keys is None or REWARD in keys, keys is not None and KL_PENALTY in keys
     counts = rewarded and (coef is None or coef.any())
@@ -234,7 +234,7 @@ def derive(
         penalty = pool.take(log_probs.shape, _FLOAT)
         np.subtract(log_probs, ref, out=penalty)
         line = penalty.reshape(-1)
-        line[places.other] = 0.0
+        line[places.unsampled] = 0.0
         line[places.first] = 0.0
         if not np.isfinite(np.dot(line, line)):
             np.nan_to_num(penalty, copy=False, nan=0.0, posinf=0.0, neginf=0.0)

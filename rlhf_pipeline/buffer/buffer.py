@@ -375,8 +375,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         try:
             self.trajectories.prioritize(ids, priority)
         except MissingRowError:  # a ring has evicted some of them
-            held = self.store.holds(ids)
-            self.trajectories.prioritize(ids[held], priority[torch.from_numpy(held)])
+            is_stored = self.store.holds(ids)
+            self.trajectories.prioritize(ids[is_stored], priority[torch.from_numpy(is_stored)])
 
     def refresh(self) -> int:
         """Show rows written by other processes; return the watermark."""
@@ -541,16 +541,16 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             self._storage.attach(self)
 
 
-def _writer(given: Any, storage: TrajectoryStorage) -> Writer:
+def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
     """Return the writer of a buffer."""
-    if given is None:
+    if choice is None:
         return TrajectoryWriter()
-    if isinstance(given, str):
+    if isinstance(choice, str):
         raise DefinitionError(
-            f"writer={given!r} is a name; writer= takes a TorchRL Writer. Processes that write to one store need no "
+            f"writer={choice!r} is a name; writer= takes a TorchRL Writer. Processes that write to one store need no "
             "names: they share the groups that wait there."
         )
-    writer = given if isinstance(given, Writer) else given()
+    writer = choice if isinstance(choice, Writer) else choice()
     if not isinstance(writer, Writer):
         raise DefinitionError(f"writer gave a {type(writer).__name__}; pass a TorchRL Writer, or leave it out.")
     if isinstance(writer, TensorDictMaxValueWriter):

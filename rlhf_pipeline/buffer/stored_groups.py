@@ -17,9 +17,9 @@ _READ_ROWS = 16 * _BLOCK_ROWS
 class NewIds:
     """Returns the ids of rows committed since the last call, each once."""
 
-    def __init__(self, store: TrajectoryStore, *, seen: bool = False) -> None:
+    def __init__(self, store: TrajectoryStore, *, skip_stored: bool = False) -> None:
         self._store = store
-        self._before: Snapshot | None = store.snapshot() if seen else None
+        self._before: Snapshot | None = store.snapshot() if skip_stored else None
 
     def take(self) -> Ints:
         """Return the new ids, int64, in the order of arrival; rows evicted since are left out."""

@@ -65,7 +65,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.events import EvaluationDone
     from rlhf_pipeline.run.folder import RunFolder
 
-    run, pipeline, where = _asked(args)
+    run, pipeline, where = _request(args)
     view = view_of_stdout()
 
     evaluations: list[EvaluationDone] = []
@@ -105,7 +105,7 @@ Asked = tuple["RunFolder | None", "Pipeline", dict[str, Any]]
 """The run, if it is one; what to evaluate; and the other arguments of `evaluate_once`."""
 
 
-def _asked(args: argparse.Namespace) -> Asked:
+def _request(args: argparse.Namespace) -> Asked:
     """Check the command line, without torch."""
     from rlhf_pipeline.policies.model_source import is_model as is_model_at
     from rlhf_pipeline.run.address import address_of

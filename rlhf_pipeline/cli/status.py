@@ -62,32 +62,35 @@ def execute(args: argparse.Namespace) -> int:
     if not is_run(address):
         raise not_found(address, "run")
     with closing(View(address)) as view:
-        found = status(view, now)
+        answer = status(view, now)
     if args.process is not None:
-        found["alarms"] = alarms_of_process(found, args.process, now)
+        answer["alarms"] = alarms_of_process(answer, args.process, now)
     if args.check or args.json:
-        return _checked(found, as_json=args.json)
+        return _checked(answer, as_json=args.json)
 
     def ago(at: float | None) -> str:
         return "-" if at is None else f"{duration(max(now - at, 0.0))} ago"
 
-    of = f" of {found['of']:,}" if found["of"] else ""
-    since = f", since {ago(found['since'])}" if found["since"] else ""
-    say(f"{found['address']}: {found['state']}{since}")
-    rewards = f"{number(found['reward_first'])} -> {number(found['reward_last'])}"
-    growth = found["bytes_per_hour"]
+    of = f" of {answer['of']:,}" if answer["of"] else ""
+    since = f", since {ago(answer['since'])}" if answer["since"] else ""
+    say(f"{answer['address']}: {answer['state']}{since}")
+    rewards = f"{number(answer['reward_first'])} -> {number(answer['reward_last'])}"
+    growth = answer["bytes_per_hour"]
     rows = [
-        ("  step", f"{found['step'] or 0:,}{of}, reward {rewards}"),
-        ("  seen", ago(found["seen"])),
-        ("  stored", f"{count(found['stored'], 'trajectory')}, {found['failed']:,} of them failed"),
-        ("  disk", f"{found['bytes'] / 1e6:.1f} MB" + ("" if growth is None else f", {growth / 1e6:.1f} MB per hour")),
-        *((f"  {one['name']}", _process(one, ago(one["seen"]), found["state"])) for one in found["processes"]),
-        *(("  grader", f"from step {grader['from_step']}: {grader['what']}") for grader in found["graders"]),
-        *(("  waits", text) for text in found["waits_for"]),
-        *(("  ALARM" if alarm["severity"] == "page" else "  note", alarm["text"]) for alarm in found["alarms"]),
+        ("  step", f"{answer['step'] or 0:,}{of}, reward {rewards}"),
+        ("  seen", ago(answer["seen"])),
+        ("  stored", f"{count(answer['stored'], 'trajectory')}, {answer['failed']:,} of them failed"),
+        ("  disk", f"{answer['bytes'] / 1e6:.1f} MB" + ("" if growth is None else f", {growth / 1e6:.1f} MB per hour")),
+        *(
+            (f"  {process['name']}", _process(process, ago(process["seen"]), answer["state"]))
+            for process in answer["processes"]
+        ),
+        *(("  grader", f"from step {grader['from_step']}: {grader['what']}") for grader in answer["graders"]),
+        *(("  waits", text) for text in answer["waits_for"]),
+        *(("  ALARM" if alarm["severity"] == "page" else "  note", alarm["text"]) for alarm in answer["alarms"]),
     ]
     say("\n".join(aligned(rows)))
-    return _code(found)
+    return _code(answer)
 
 
 def _checked(state: dict[str, Any], *, as_json: bool) -> int:
@@ -104,8 +107,8 @@ def _code(state: dict[str, Any]) -> int:
     return int(any(alarm["severity"] == "page" for alarm in state["alarms"]))
 
 
-def _process(process: dict[str, Any], seen: str, run_state: str) -> str:
+def _process(process: dict[str, Any], last_report: str, run_state: str) -> str:
     state = str(process.get("state"))
     if not process["alive"] and state != "ended":
         state = "ended" if run_state == "ended" else f"gone, was: {state}"
-    return f"{state}, seen {seen}"
+    return f"{state}, seen {last_report}"

@@ -103,9 +103,9 @@ def _opened(path: str, args: argparse.Namespace, stack: ExitStack) -> View:
         view = View(path, tokenizer=tokenizer)
     else:
         spelling = tokenizer if tokenizer is not None and Path(tokenizer).expanduser().is_dir() else None  # not a hub's
-        kept = None if args.store is None else Path(args.store).expanduser()
-        folder = kept or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-")))
-        store, options = _imported(Path(path).expanduser(), folder, kept is not None, tokenizer, fields)
+        store_path = None if args.store is None else Path(args.store).expanduser()
+        folder = store_path or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-view-")))
+        store, options = _imported(Path(path).expanduser(), folder, store_path is not None, tokenizer, fields)
         view = View(store, name=Path(path).name, tokenizer=spelling)
         if Path(path).expanduser().is_dir():
             stack.enter_context(_followed(Path(path).expanduser(), store, options))

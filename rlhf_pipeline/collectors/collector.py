@@ -163,7 +163,7 @@ class Collector:
             leaves_out=not self.marks.get(EVALUATION.name, False),
             retries=config.retries,
         )
-        self._names = [one.label for one in self.grader.rewards] if bound.named else []
+        self._names = [reward.label for reward in self.grader.rewards] if bound.has_columns else []
         self.buffer = buffer
         self.config = config
         self.seed = seed
@@ -185,7 +185,11 @@ class Collector:
                 seed=seed,
                 as_chat=through_template(prompts),
                 template=template_options(prompts),
-                names=[one.function.name for one in self.grader.rewards if isinstance(one.function, EnvironmentReward)],
+                names=[
+                    reward.function.name
+                    for reward in self.grader.rewards
+                    if isinstance(reward.function, EnvironmentReward)
+                ],
                 same_tasks=same_tasks,
             )
         self._by_source = SourceRewards.of(
@@ -256,56 +260,58 @@ class Collector:
                 if by is not None and reward_column(by) in store.schema:
                     rewards = np.where(np.isfinite(rewards), store.read_scalars(reward_column(by), episodes), np.nan)
                 figures |= self._dynamic_figures(rollout, store.read_scalars(CURSOR.name, episodes), rewards)
-            given = store.read_scalars("task_reward", episodes)
-            found = self._summary(rollout, given, 0, started, figures=figures, from_store=True)
+            task_rewards = store.read_scalars("task_reward", episodes)
+            summary = self._summary(rollout, task_rewards, 0, started, figures=figures, from_store=True)
             # The rewards of dropped groups are not stored, and other weights would sample other groups.
             lost = {} if len(episodes) >= size else {"num_trajectories": size, "task_reward": None, "figures": {}}
-            return replace(found, **lost)
+            return replace(summary, **lost)
 
         self._hand_over(policy_version)
         beside = None if self.retrieve is None or self.conversations is not None else ScoringBeside(self.retrieve)
         rounds: list[Round] = []
-        while not rounds or (len(rounds) < config.dynamic and sum(len(one.spread) for one in rounds) < len(groups)):
+        while not rounds or (len(rounds) < config.dynamic and sum(len(drawn.spread) for drawn in rounds) < len(groups)):
             rounds.append(self._round(rollout, len(rounds), beside, refresh, stop, say))
-        one, kept = rounds[0], np.arange(len(groups))
+        joined, chosen_groups = rounds[0], np.arange(len(groups))
         if config.dynamic > 1:
-            one = as_one(rounds)
-            kept = kept_groups(one.spread, len(one.prompts), len(groups))
-        sampled, owner, last = one.rows, one.owner, last_rows(one.rows)
-        places = np.flatnonzero(np.isin(owner, kept)).tolist()
-        grades = [one.grades[place] for place in places]
-        names = np.full(len(one.prompts), -1)
-        names[kept] = groups
-        batch = self._rows(one, names, policy_version=policy_version, digests=digests)
+            joined = as_one(rounds)
+            chosen_groups = kept_groups(joined.spread, len(joined.prompts), len(groups))
+        sampled, owner, last = joined.rows, joined.owner, last_rows(joined.rows)
+        places = np.flatnonzero(np.isin(owner, chosen_groups)).tolist()
+        grades = [joined.grades[place] for place in places]
+        names = np.full(len(joined.prompts), -1)
+        names[chosen_groups] = groups
+        batch = self._rows(joined, names, policy_version=policy_version, digests=digests)
         if beside is not None:
             batch |= beside.columns(batch)
         if len(places) < len(owner):
-            batch = batch.select(torch.tensor(np.flatnonzero(np.isin(sampled.numbers(OWNER), kept))))
+            batch = batch.select(torch.tensor(np.flatnonzero(np.isin(sampled.numbers(OWNER), chosen_groups))))
         # Otherwise the write path dropped part of it, and would again.
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
-        _say_failures(rollout, one.grades, config.alarm_failed, say)
+        _say_failures(rollout, joined.grades, config.alarm_failed, say)
         turns, reasons = num_turns(sampled), np.array(sampled.texts(keys.FINISH_REASON), dtype=object)[last]
         lengths = totals(sampled.lengths(keys.TOKENS) - sampled.numbers(keys.NUM_PROMPT_TOKENS), last)
         figures = rollout_figures(
             lengths=lengths[places],
-            cut_off=np.array([reasons[place] == "length" and not one.grades[place].broken for place in places], bool),
+            cut_off=np.array(
+                [reasons[place] == "length" and not joined.grades[place].broken for place in places], bool
+            ),
             rewards=rewards,
             groups=names[owner[places]],
             kinds=[item.kind for item in grades],
-            values={name: np.array(values, np.float32) for name, values in self._named(grades).items()},
+            values={name: np.array(values, np.float32) for name, values in self._reward_values(grades).items()},
             parts=self._parts(grades),
             turns=None if turns is None else totals(turns, last)[places],
         )
         if self._by_source is not None:
-            figures |= self._by_source.figures(one.cursors[owner[places]], rewards, figures)
+            figures |= self._by_source.figures(joined.cursors[owner[places]], rewards, figures)
         if config.dynamic > 1:
-            figures |= self._dynamic_figures(rollout, one.cursors[owner[places]], one.steered[places])
-            if say is not None and len(one.spread) < len(groups):
+            figures |= self._dynamic_figures(rollout, joined.cursors[owner[places]], joined.steered[places])
+            if say is not None and len(joined.spread) < len(groups):
                 say(
-                    f"rollout {rollout}: after {len(rounds)} rounds (collect.dynamic) {len(one.spread)} of "
-                    f"{len(one.prompts)} groups have {config.dynamic_by or 'rewards'} not all equal; "
-                    f"{len(groups) - len(one.spread)} without spread fill the rollout."
+                    f"rollout {rollout}: after {len(rounds)} rounds (collect.dynamic) {len(joined.spread)} of "
+                    f"{len(joined.prompts)} groups have {config.dynamic_by or 'rewards'} not all equal; "
+                    f"{len(groups) - len(joined.spread)} without spread fill the rollout."
                 )
         num_tokens = int(sampled.numbers(keys.ASSISTANT_MASK).sum())
         return self._summary(rollout, rewards, num_tokens, started, figures=figures, from_store=False)
@@ -324,9 +330,9 @@ class Collector:
         """Store each conversation of a rollout as it ends; those that are in the store already are not begun again."""
         size, store, conversations = self.config.group_size, self.buffer.store, self.conversations
         assert conversations is not None
-        known = {*store.read_scalars("trajectory_id", self._rows_of(cursors)).tolist()}
+        stored_ids = {*store.read_scalars("trajectory_id", self._rows_of(cursors)).tolist()}
         names = (cursors[:, None] * size + np.arange(size)).ravel().tolist()
-        left = [place for place, name in enumerate(names) if name not in known]
+        left = [place for place, name in enumerate(names) if name not in stored_ids]
         grades: list[Grade] = []
         num_tokens = 0
 
@@ -338,10 +344,10 @@ class Collector:
             rows = sampled_conversations([conversation], self._text, group_size=1)
             rows[MEMBER] = Flat(torch.full((rows.n,), place % size))
             at = cursors[[place // size]]
-            one = Round(
+            completed = Round(
                 prompts=[conversation.prompt], cursors=at, rows=rows, grades=[grade], steered=self._steered([grade])
             )
-            self.buffer.extend(self._rows(one, at, policy_version=policy_version, digests=digests))
+            self.buffer.extend(self._rows(completed, at, policy_version=policy_version, digests=digests))
             grades.append(grade)
             num_tokens += int(rows.numbers(keys.ASSISTANT_MASK).sum())
 
@@ -378,63 +384,63 @@ class Collector:
             self.policy.engine.load_weights(self.hand_over(version), version)
 
     def _rows(
-        self, one: Round, groups: np.ndarray, *, policy_version: int, digests: Mapping[int, int] | None
+        self, drawn: Round, groups: np.ndarray, *, policy_version: int, digests: Mapping[int, int] | None
     ) -> Trajectories:
         """Return sampled rows with failures, each reward and marks, as far as the store has columns for them."""
         batch = trajectories(
-            one.prompts,
-            one.rows,
-            one.grades,
+            drawn.prompts,
+            drawn.rows,
+            drawn.grades,
             groups=groups,
             group_size=self.config.group_size,
             policy_version=policy_version,
             digests=digests,
         )
-        found: dict[Key, Flat | Text] = {
+        columns: dict[Key, Flat | Text] = {
             keys.ENGINE: Text(["" if self._engine is None else self._engine.name] * batch.n),
             keys.TEMPERATURE: Flat(torch.full((batch.n,), self.temperature)),
             keys.LOG_PROB_MODE: Text(["processed"] * batch.n),
-            keys.PROMPT_CURSOR: Flat(torch.from_numpy(one.cursors[one.rows.numbers(OWNER)])),
+            keys.PROMPT_CURSOR: Flat(torch.from_numpy(drawn.cursors[drawn.rows.numbers(OWNER)])),
         }
-        of, last = episode_of(one.rows), last_rows(one.rows)
-        if any(item.kind for item in one.grades):
-            found[keys.FAILURE_REASON] = Text([one.grades[place].kind for place in of])
-            found[keys.REWARD_TRUSTED] = Flat(torch.tensor([not one.grades[place].kind for place in of]))
+        of, last = episode_of(drawn.rows), last_rows(drawn.rows)
+        if any(item.kind for item in drawn.grades):
+            columns[keys.FAILURE_REASON] = Text([drawn.grades[place].kind for place in of])
+            columns[keys.REWARD_TRUSTED] = Flat(torch.tensor([not drawn.grades[place].kind for place in of]))
         if keys.TURN_REWARDS in self.buffer.store.schema:
-            found |= turn_rewards(one.rows, one.grades, self.grader.rewards)
-        for name, values in self._named(one.grades).items():
+            columns |= turn_rewards(drawn.rows, drawn.grades, self.grader.rewards)
+        for name, values in self._reward_values(drawn.grades).items():
             each = np.where(last, np.array(values, np.float32)[of], np.float32(np.nan))
-            found[reward_column(name)] = Flat(torch.from_numpy(each))
-        self._gain_columns(found)
+            columns[reward_column(name)] = Flat(torch.from_numpy(each))
+        self._gain_columns(columns)
         if keys.EPISODE_ID in batch and keys.EPISODE_ID not in self.buffer.store.schema:
             self.buffer.store.add_columns(EPISODE)
-        batch |= {key: column for key, column in found.items() if key in self.buffer.store.schema}
+        batch |= {key: column for key, column in columns.items() if key in self.buffer.store.schema}
         batch |= {name: Flat(torch.full((batch.n,), mark)) for name, mark in self.marks.items()}
         return batch
 
-    def _named(self, grades: Sequence[Grade]) -> dict[str, list[float]]:
+    def _reward_values(self, grades: Sequence[Grade]) -> dict[str, list[float]]:
         """Return each named reward and component of trajectories, without weights; NaN where it does not apply."""
-        found = {name: [item.values[number] for item in grades] for number, name in enumerate(self._names)}
-        return found | self._parts(grades)
+        by_name = {name: [item.values[number] for item in grades] for number, name in enumerate(self._names)}
+        return by_name | self._parts(grades)
 
     def _parts(self, grades: Sequence[Grade]) -> dict[str, list[float]]:
         """Return the components of rewards, also those of an environment that only earlier conversations were given."""
         rewards, schema = self.grader.rewards, self.buffer.store.schema
-        whole = any(one.function is environment_reward for one in rewards)
+        whole = any(reward.function is environment_reward for reward in rewards)
         earlier = [column.name.removeprefix(_TURN) for column in schema if whole and column.name.startswith(_TURN)]
         return part_values(rewards, grades, [name for name in earlier if name not in self._names])
 
-    def _gain_columns(self, found: Mapping[Key, Flat | Text]) -> None:
+    def _gain_columns(self, columns: Mapping[Key, Flat | Text]) -> None:
         """Add the columns of components, whose names are known once a reward function has returned them.
 
         A store has at most 64 of them: what a policy writes may decide a component's name. `meta` holds the others.
         """
         store = self.buffer.store
-        known = len(reward_names(store.schema))
-        names = [str(key) for key in found if str(key) not in store.schema]
+        num_columns = len(reward_names(store.schema))
+        names = [str(key) for key in columns if str(key) not in store.schema]
         gained = [named_reward(name.removeprefix(_REWARD)) for name in names if name.startswith(_REWARD)]
         gained += [turn_reward(name.removeprefix(_TURN)) for name in names if name.startswith(_TURN)]
-        if gained := gained[: max(_MOST_NAMED - known, 0)]:
+        if gained := gained[: max(_MOST_NAMED - num_columns, 0)]:
             store.add_columns(gained)
 
     def _round(
@@ -463,10 +469,10 @@ class Collector:
         check_all_failed(grades, self.grader.rewards)
         steered, by = self._steered(grades), self.config.dynamic_by
         if by is not None and say is not None and not np.isfinite(steered).any():
-            known = ", ".join(self._named(grades)) or "none"
+            reward_names = ", ".join(self._reward_values(grades)) or "none"
             say(
                 f"rollout {rollout}: collect.dynamic_by is {by!r}, and no trajectory has a reward or component of that "
-                f"name, so no group has spread; there are: {known}."
+                f"name, so no group has spread; there are: {reward_names}."
             )
         return Round(prompts=prompts, cursors=cursors, rows=rows, grades=grades, steered=steered)
 
@@ -475,12 +481,12 @@ class Collector:
         rewards, by = np.array([item.reward for item in grades], np.float32), self.config.dynamic_by
         if by is None:
             return rewards
-        values = self._named(grades).get(by, [np.nan] * len(grades))
+        values = self._reward_values(grades).get(by, [np.nan] * len(grades))
         return np.where(np.isfinite(rewards), np.array(values, np.float32), np.nan).astype(np.float32)
 
     def _dynamic_figures(self, rollout: int, cursors: np.ndarray, rewards: np.ndarray) -> Figures:
-        wanted, most = self.config.prompts_per_rollout, self.config.dynamic
-        return dynamic_figures(cursors - rollout * wanted * most, rewards, num_groups=wanted, most_rounds=most)
+        num_groups, most = self.config.prompts_per_rollout, self.config.dynamic
+        return dynamic_figures(cursors - rollout * num_groups * most, rewards, num_groups=num_groups, most_rounds=most)
 
     def _completed(
         self,
@@ -502,9 +508,9 @@ class Collector:
             how["stop"] = self.config.stop
         if self.config.is_truncated:
             how["truncation"] = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
-        shown: list[str | None] = [None] * len(prompts)
+        prompt_texts: list[str | None] = [None] * len(prompts)
         if self.grader.bound.takes_prompt_text:
-            shown = [decode_prompt(self.policy.tokenizer, ids) for ids in prompt_ids]
+            prompt_texts = [decode_prompt(self.policy.tokenizer, ids) for ids in prompt_ids]
         prompt_ids = [[*ids, *begins] for ids in prompt_ids]
         texts: dict[int, str] = {}
 
@@ -516,7 +522,7 @@ class Collector:
                 ids=[*before, *tokens],
                 mask=[False] * len(before) + [True] * len(tokens),
                 finish_reason=finish_reason,
-                prompt_text=shown[owner],
+                prompt_text=prompt_texts[owner],
             )
 
         def ended(place: int, tokens: Sequence[int]) -> None:
@@ -531,10 +537,12 @@ class Collector:
         reasons = np.where(completions.stopped, "stop", "length").tolist()
         ids = np.split(completions.token_ids, np.cumsum(completions.lengths)[:-1])
         for place, (tokens, reason) in enumerate(zip(ids, reasons, strict=True)):
-            given, owner = tokens.tolist(), completions.prompt_index[place]
-            texts[place] = texts[place] if place in texts else self._text(given)
-            grading.add(place, row(owner, texts[place], given, reason), ended=True)
-        return sampled_completions(prompt_ids, completions, [texts[place] for place in range(len(completions))], shown)
+            token_ids, owner = tokens.tolist(), completions.prompt_index[place]
+            texts[place] = texts[place] if place in texts else self._text(token_ids)
+            grading.add(place, row(owner, texts[place], token_ids, reason), ended=True)
+        return sampled_completions(
+            prompt_ids, completions, [texts[place] for place in range(len(completions))], prompt_texts
+        )
 
     def _conversed(
         self,
@@ -561,7 +569,7 @@ class Collector:
         if self.grader.bound.takes_prompt_text:
             before = conversation.row.ids[: conversation.row.began]
             conversation.prompt_text = decode_prompt(self.policy.tokenizer, before)
-        one = Sampled(
+        sampled = Sampled(
             prompt=conversation.prompt,
             completion=conversation.at.last_text,
             ids=conversation.row.ids,
@@ -575,7 +583,7 @@ class Collector:
             environment=getattr(conversation.environment, "owner", conversation.environment),
             prompt_text=conversation.prompt_text,
         )
-        grading.add(place, one, ended=True)
+        grading.add(place, sampled, ended=True)
 
     def _sampled(
         self, prompt_ids: Sequence[Sequence[int]], cursors: np.ndarray, how: Mapping[str, Any]

@@ -81,7 +81,9 @@ class ShownTools:
 
     def formed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose calls have the form that the chat template takes."""
-        return [dict(one) if self.parser is None else self.parser.call_format.message(one) for one in messages]
+        return [
+            dict(message) if self.parser is None else self.parser.call_format.message(message) for message in messages
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +417,9 @@ class Conversations:
             firsts = self._reset(prompts, cursors, most)
             moved = [conversation.first_key for conversation in self.conversations]
             begun = [*zip(firsts, moved, strict=True)]
-            whole = whole and all(one == begun[place - place % size] for place, one in enumerate(begun))
+            whole = whole and all(
+                conversation == begun[place - place % size] for place, conversation in enumerate(begun)
+            )
             streams = [int(cursors[place // size]) + key for place, key in zip(places, moved, strict=True)]
             truncation = Truncation(top_k=self.config.top_k, top_p=self.config.top_p, min_p=self.config.min_p)
             rows = converse(
@@ -451,25 +455,36 @@ class Conversations:
         prompt_of = [place // self.config.group_size for place in self._places]
         self._overlaps = [self._kind_overlaps(prompts[index]) for index in prompt_of]
         every = range(len(prompt_of))
-        made = self._outcomes([(place, functools.partial(self._made, prompts[prompt_of[place]])) for place in every])
-        self._overlaps = [known or is_parallel(one) for known, one in zip(self._overlaps, made, strict=True)]
+        environments = self._outcomes(
+            [(place, functools.partial(self._make_environment, prompts[prompt_of[place]])) for place in every]
+        )
+        self._overlaps = [
+            overlaps or is_parallel(environment)
+            for overlaps, environment in zip(self._overlaps, environments, strict=True)
+        ]
         seeds = [self._task_seed(int(cursor)) for cursor in cursors]
-        shown = self._outcomes(
+        observations = self._outcomes(
             [
-                (place, _reset(made[place], self._own_prompt(prompts[prompt_of[place]]), seeds[prompt_of[place]]))
+                (
+                    place,
+                    _reset(environments[place], self._own_prompt(prompts[prompt_of[place]]), seeds[prompt_of[place]]),
+                )
                 for place in every
             ]
         )
-        for place, outcome in enumerate(shown):
+        for place, outcome in enumerate(observations):
             try:
-                shown[place] = _readable(outcome)
+                observations[place] = _readable(outcome)
             except TypeError as error:
-                shown[place] = error
+                observations[place] = error
         self.conversations, firsts = [], list[list[int]]()
         for index, members in itertools.groupby(range(len(prompt_of)), prompt_of.__getitem__):
             group, prompt = [*members], prompts[index]
-            good = [place for place in group if not isinstance(shown[place], BaseException)]
-            if any(shown[place] != shown[good[0]] and not isinstance(shown[place], Step) for place in good):
+            good = [place for place in group if not isinstance(observations[place], BaseException)]
+            if any(
+                observations[place] != observations[good[0]] and not isinstance(observations[place], Step)
+                for place in good
+            ):
                 raise DefinitionError(
                     f"reset shows members of the group of prompt {int(cursors[index])} different things, and a group "
                     "compares answers to one: let it depend on the prompt and the seed alone."
@@ -477,14 +492,14 @@ class Conversations:
             begun: tuple[Any, _First] | None = None
             for place in group:
                 first = _First(ids=[self.policy.pad_token_id])  # the engine needs a token
-                conversation = Conversation(prompt, made[place])
+                conversation = Conversation(prompt, environments[place])
                 self.conversations.append(conversation)
-                if isinstance(shown[place], BaseException):
-                    conversation.fail(shown[place])
+                if isinstance(observations[place], BaseException):
+                    conversation.fail(observations[place])
                 else:
                     try:
-                        if begun is None or begun[0] != shown[place]:
-                            begun = shown[place], self._first(prompt, shown[place], most)
+                        if begun is None or begun[0] != observations[place]:
+                            begun = observations[place], self._first(prompt, observations[place], most)
                         first = begun[1]
                     except Exception as error:  # noqa: BLE001 - what was shown may be anything
                         conversation.fail(error)
@@ -514,8 +529,8 @@ class Conversations:
         )
 
     def _name_of(self, place: int) -> str:
-        made = self.conversations[place].environment if place < len(self.conversations) else None
-        return "the environment" if made is None else f"the environment {type(made).__name__}"
+        environment = self.conversations[place].environment if place < len(self.conversations) else None
+        return "the environment" if environment is None else f"the environment {type(environment).__name__}"
 
     def _outcomes(self, works: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
         """Make a call for each of these conversations and wait for all of them.
@@ -539,7 +554,7 @@ class Conversations:
         call = self._calls[place] = self._call(place, work, on_end)
         process_runtime().begin([call], lane=self._lanes[place])
 
-    def _made(self, prompt: Prompt) -> Any:
+    def _make_environment(self, prompt: Prompt) -> Any:
         """Make a prompt's environment."""
         return self._kind_of(prompt).make()
 
@@ -548,33 +563,33 @@ class Conversations:
         column = self.make.column if isinstance(self.make, Environments) else None
         return replace(prompt, meta={name: value for name, value in prompt.meta.items() if name != column})
 
-    def _first(self, prompt: Prompt, shown: Any, most: int) -> _First:
+    def _first(self, prompt: Prompt, observation: Any, most: int) -> _First:
         """Return what begins a conversation."""
         tools, variant, is_other = self._kind_of(prompt).tools, "", False
-        if isinstance(shown, Step):
-            tools = tools if shown.tools is None else self._shown_tools(shown.tools)
-            asked = [{"role": "user", "content": prompt.text}] if prompt.messages is None else prompt.messages
-            shown, variant = shown.history or (), shown.variant
-            is_other = bool(variant) or [*map(canonical, shown)] != [*map(canonical, asked)]
-        if isinstance(shown, str) and self.as_chat:
+        if isinstance(observation, Step):
+            tools = tools if observation.tools is None else self._shown_tools(observation.tools)
+            prompt_messages = [{"role": "user", "content": prompt.text}] if prompt.messages is None else prompt.messages
+            observation, variant = observation.history or (), observation.variant
+            is_other = bool(variant) or [*map(canonical, observation)] != [*map(canonical, prompt_messages)]
+        if isinstance(observation, str) and self.as_chat:
             system = [dict(message) for message in prompt.messages or () if message["role"] == "system"]
-            shown = [*system, {"role": "user", "content": shown}]
-        if shown is None:
-            shown = prompt.text if prompt.messages is None else prompt.messages
-        if not isinstance(shown, str):
-            shown = tools.formed(checked_messages(shown, "the prompt"))
-        as_chat = self.as_chat or not isinstance(shown, str)
-        said = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
-        if not any(message["content"].strip() for message in said):
+            observation = [*system, {"role": "user", "content": observation}]
+        if observation is None:
+            observation = prompt.text if prompt.messages is None else prompt.messages
+        if not isinstance(observation, str):
+            observation = tools.formed(checked_messages(observation, "the prompt"))
+        as_chat = self.as_chat or not isinstance(observation, str)
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        if not any(message["content"].strip() for message in messages):
             raise DataError("reset shows nothing: its text is empty, and the policy cannot answer that.")
         schemas = tools.schemas or None
-        ids = encode_prompt(self.policy.tokenizer, shown, as_chat=as_chat, tools=schemas, template=self.template)
+        ids = encode_prompt(self.policy.tokenizer, observation, as_chat=as_chat, tools=schemas, template=self.template)
         if len(ids) >= most:
             raise DataError(
                 f"what reset shows has {len(ids)} tokens, and a row has {most}: nothing can follow. Raise "
                 "collect.max_row_tokens, or leave the prompt out."
             )
-        return _First(messages=said, ids=ids, as_chat=as_chat, tools=tools, variant=variant, is_other=is_other)
+        return _First(messages=messages, ids=ids, as_chat=as_chat, tools=tools, variant=variant, is_other=is_other)
 
     # Turns
 
@@ -599,7 +614,7 @@ class Conversations:
             else:
                 in_place.append((place, work))
         for (place, _), outcome in zip(in_place, self._outcomes(in_place), strict=True):
-            if (reply := self._taken(self._turns[place], outcome)) is None:
+            if (reply := self._take_step(self._turns[place], outcome)) is None:
                 over.append(place)
             else:
                 answers[place] = reply
@@ -630,7 +645,7 @@ class Conversations:
 
     def _replies(self, places: Sequence[int]) -> Answers:
         """Return the replies of conversations whose calls have ended."""
-        answers = {place: self._taken(self._turns[place], self._calls.pop(place).outcome) for place in places}
+        answers = {place: self._take_step(self._turns[place], self._calls.pop(place).outcome) for place in places}
         self._end([place for place, reply in answers.items() if reply is None])
         self._take_ends(wait=False)
         return answers
@@ -675,14 +690,14 @@ class Conversations:
 
     def _refused_calls(self, conversation: Conversation, turn: Mapping[str, Any]) -> str | None:
         """Return why the chat template cannot show the calls of a turn: it is then a turn with a malformed call."""
-        shown = conversation.at.tools
-        assert shown.parser is not None
+        tools = conversation.at.tools
+        assert tools.parser is not None
         return refused_calls(
-            shown.parser.call_format,
+            tools.parser.call_format,
             self.policy.tokenizer,
             conversation.messages[: conversation.at.num_asked],
             turn,
-            tools=shown.schemas,
+            tools=tools.schemas,
             template=self.template,
             ends=self.ends,
         )
@@ -693,7 +708,7 @@ class Conversations:
         text = decode_completion(self.policy.tokenizer, tokens, keep_special=keep, end_token_ids=ends)
         return text if self.stops is None or self.config.keep_stop else self.stops.without(text)
 
-    def _taken(self, ended: EndedTurn, outcome: Any) -> Answer:
+    def _take_step(self, ended: EndedTurn, outcome: Any) -> Answer:
         """Take what an environment gave; return how the policy goes on, or None if the conversation is over."""
         conversation = self.conversations[ended.place]
         if isinstance(outcome, BaseException):
@@ -727,9 +742,9 @@ class Conversations:
     def _gain(self, conversation: Conversation, gains: Mapping[str, float]) -> None:
         """Take rewards, whose names are among those that the environment declares, if it does."""
         declared = self._kind_of(conversation.prompt).rewards
-        other = [name for name in gains if declared is not None and name not in declared]
-        if other:
-            raise ValueError(f"the reward {other[0]!r} is none of those that the environment declares: {declared}")
+        undeclared = [name for name in gains if declared is not None and name not in declared]
+        if undeclared:
+            raise ValueError(f"the reward {undeclared[0]!r} is none of those that the environment declares: {declared}")
         conversation.gain(gains)
 
     def _next_input(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
@@ -758,8 +773,8 @@ class Conversations:
         tools = self._kind_of(conversation.prompt).tools if step.tools is None else self._shown_tools(step.tools)
         for turn in conversation.row_turns[len(conversation.returned) :]:
             conversation.returned.add(turn.row.exchanged[: turn.num_exchanged], turn, tools=turn.row.tools.schemas)
-        found = conversation.returned.find(history, tools=tools.schemas)
-        if found.is_edited:
+        match = conversation.returned.find(history, tools=tools.schemas)
+        if match.is_edited:
             conversation.edited_histories += 1
             process_runtime().notice(
                 "a history contains a turn of the policy in another form than it was returned (other text, even a "
@@ -767,10 +782,12 @@ class Conversations:
                 "as text. `edited_histories` in meta counts these.",
                 once="edited history",
             )
-        turn = found.place
+        turn = match.place
         if turn is None or turn.row.row is None:
-            return self._new_row(conversation, [dict(one) for one in history], tools=tools, variant=step.variant)
-        reply = Step([dict(one) for one in history[found.count :]])
+            return self._new_row(
+                conversation, [dict(message) for message in history], tools=tools, variant=step.variant
+            )
+        reply = Step([dict(message) for message in history[match.count :]])
         row = turn.row.row
         if len(row.ids) == turn.ended:
             conversation.current = conversation.rows.index(turn.row)
@@ -809,10 +826,10 @@ class Conversations:
         """Begin a row of the episode with other messages; return None if they leave no room for a token."""
         before, messages = conversation.at.row, tools.formed(messages)
         assert before is not None
-        as_chat = conversation.as_chat or any(one["role"] != "user" for one in messages)
+        as_chat = conversation.as_chat or any(message["role"] != "user" for message in messages)
         ids = encode_prompt(
             self.policy.tokenizer,
-            messages if as_chat else "".join(one["content"] for one in messages),
+            messages if as_chat else "".join(message["content"] for message in messages),
             as_chat=as_chat,
             tools=tools.schemas or None,
             template=self.template,
@@ -844,28 +861,28 @@ class Conversations:
             replies = [{"role": "user", "content": ""}]
         if self.config.max_reply_tokens is not None:
             replies = self._cut(conversation, replies, self.config.max_reply_tokens)
-        if room < 0 or sum(len(one["content"]) for one in replies) > _CHARACTERS_A_TOKEN * max(room, 1):
+        if room < 0 or sum(len(message["content"]) for message in replies) > _CHARACTERS_A_TOKEN * max(room, 1):
             return None
         if conversation.at.tools.parser is not None:  # it may quote a call, in characters of its own
-            replies = [{**one, "content": known_text(codec, one["content"])} for one in replies]
-        if conversation.as_chat or any(one["role"] != "user" for one in replies):
-            shown = self._shown(conversation, ended, replies) if may_begin else None
-            if shown is None:
+            replies = [{**message, "content": known_text(codec, message["content"])} for message in replies]
+        if conversation.as_chat or any(message["role"] != "user" for message in replies):
+            rendered = self._rendered(conversation, ended, replies) if may_begin else None
+            if rendered is None:
                 ids, replies = self._encoded(conversation, ended, replies)
-            elif (ids := shown[0]) is None:
+            elif (ids := rendered[0]) is None:
                 exchanged = [*conversation.at.exchanged, *exchanged]
-                return self._new_row(conversation, shown[1], tools=conversation.at.tools, exchanged=exchanged)
+                return self._new_row(conversation, rendered[1], tools=conversation.at.tools, exchanged=exchanged)
             else:
-                conversation.messages[-1] = shown[1][len(conversation.messages) - 1]
+                conversation.messages[-1] = rendered[1][len(conversation.messages) - 1]
         else:
-            ids = encode_text(codec, "".join(one["content"] for one in replies), add_special_tokens=False)
+            ids = encode_text(codec, "".join(message["content"] for message in replies), add_special_tokens=False)
         if len(ids) > ended.row.room:
             return None
         conversation.messages.extend(replies)
         conversation.at.exchanged.extend(exchanged)
         return ids
 
-    def _shown(
+    def _rendered(
         self, conversation: Conversation, ended: EndedTurn, replies: list[dict[str, Any]]
     ) -> tuple[list[int] | None, list[dict[str, Any]]] | None:
         """Return what the chat template shows the policy next: the tokens after its turn, and all messages.
@@ -873,33 +890,33 @@ class Conversations:
         Without tokens where it rewrites what came before; None if it refuses the messages.
         """
         before, turn = conversation.messages[:-1], conversation.messages[-1]
-        for said in (turn, {"role": "assistant", "content": conversation.at.last_text}):
+        for assistant in (turn, {"role": "assistant", "content": conversation.at.last_text}):
             with contextlib.suppress(DataError):
                 ids = continued_text(
                     self.policy.tokenizer,
                     before,
                     ended.tokens,
-                    said,
+                    assistant,
                     replies,
                     tools=conversation.at.tools.schemas or None,
                     template=self.template,
                     end_token_ids=self.policy.eos_token_ids,
                 )
-                return ids, [*before, said, *replies]
+                return ids, [*before, assistant, *replies]
         return None
 
     def _cut(self, conversation: Conversation, replies: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
         """Return a reply with so many tokens of text at most; its messages share them, and a mark says what is cut."""
         has_parser = conversation.at.tools.parser is not None
         cut: list[dict[str, Any]] = []
-        for place, one in enumerate(replies):
-            most, content = left // (len(replies) - place), one["content"]
+        for place, message in enumerate(replies):
+            most, content = left // (len(replies) - place), message["content"]
             if has_parser:  # as below, of what may be kept
                 head = content[: _CHARACTERS_A_TOKEN * (most + 1)]
                 content = known_text(self.policy.tokenizer, head) + content[len(head) :]
             shortened, num = cut_text(self.policy.tokenizer, content, most)
             conversation.cut_replies += shortened != content
-            cut.append({**one, "content": shortened})
+            cut.append({**message, "content": shortened})
             left -= num
         return cut
 
@@ -914,23 +931,23 @@ class Conversations:
         ends no conversation.
         """
         messages, turn = conversation.messages, conversation.messages[-1]
-        asked = messages[: conversation.at.num_asked]
+        prompt = messages[: conversation.at.num_asked]
         text: dict[str, Any] = {"role": "assistant", "content": conversation.at.last_text}
-        by_user = [{"role": "user", "content": "\n".join(one["content"] for one in replies)}]
-        attempts = [(messages[:-1], turn, replies), (asked, turn, replies)]
+        by_user = [{"role": "user", "content": "\n".join(message["content"] for message in replies)}]
+        attempts = [(messages[:-1], turn, replies), (prompt, turn, replies)]
         if conversation.has_malformed_call:
-            attempts = [attempts[0], (messages[:-1], text, by_user), (asked, text, by_user)]
-        elif "tool_calls" not in turn or all(one["role"] == "user" for one in replies):
-            attempts += [(messages[:-1], text, replies), (asked, text, replies)]
+            attempts = [attempts[0], (messages[:-1], text, by_user), (prompt, text, by_user)]
+        elif "tool_calls" not in turn or all(message["role"] == "user" for message in replies):
+            attempts += [(messages[:-1], text, replies), (prompt, text, replies)]
         refusal: DataError | DefinitionError | None = None
-        for before, said, sent in attempts:
+        for before, assistant, sent in attempts:
             try:
                 ids = encode_reply(
                     self.policy.tokenizer,
                     before,
                     ended.tokens,
                     sent,
-                    turn=said,
+                    turn=assistant,
                     tools=conversation.at.tools.schemas or None,
                     template=self.template,
                     end_token_ids=self.policy.eos_token_ids,
@@ -938,8 +955,8 @@ class Conversations:
             except (DataError, DefinitionError) as error:
                 refusal = refusal or error
                 continue
-            conversation.messages[-1] = said
-            if sent is by_user and any(one["role"] != "user" for one in replies):
+            conversation.messages[-1] = assistant
+            if sent is by_user and any(message["role"] != "user" for message in replies):
                 conversation.fallback_replies += 1
                 process_runtime().notice(
                     f"{name_of(self.policy.tokenizer)} has no place for a tool's reply to a malformed call: such "
@@ -990,10 +1007,10 @@ class Conversations:
                 self._gain(conversation, checked_rewards(last.rewards))
         except Exception as error:  # noqa: BLE001 - what `end` gives may be anything; it costs its own conversation
             conversation.fail(error)
-        known = (
+        declared = (
             (*(self._kind_of(conversation.prompt).rewards or ()), *self.names) if conversation.failure is None else ()
         )
-        conversation.rewards = dict.fromkeys(known, 0.0) | conversation.rewards
+        conversation.rewards = dict.fromkeys(declared, 0.0) | conversation.rewards
         if self._ended is not None and not (self._may_retry and _is_to_retry(conversation)):
             self._ended(self._places[place], conversation)
 
@@ -1019,18 +1036,18 @@ def _messages_of(reply: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """Return a reply as messages; none for empty text."""
     if isinstance(reply, str):
         return [{"role": "user", "content": reply}] if reply else []
-    return [dict(one) for one in reply]
+    return [dict(message) for message in reply]
 
 
-def _readable(shown: Any) -> Any:
+def _readable(observation: Any) -> Any:
     """Return what `reset` showed as text, messages or None; an error unchanged."""
-    if shown is None or isinstance(shown, (str, BaseException)):
-        return shown
-    if isinstance(shown, Step):
-        if shown.history is None:
+    if observation is None or isinstance(observation, (str, BaseException)):
+        return observation
+    if isinstance(observation, Step):
+        if observation.history is None:
             raise TypeError("what reset returned is Step, without a history; it must be text or a list of messages")
-        return checked(shown)
-    return checked_messages(shown, "what reset returned")
+        return checked(observation)
+    return checked_messages(observation, "what reset returned")
 
 
 def _reset(environment: Any, prompt: Prompt, seed: int) -> Callable[[], Any]:

@@ -31,7 +31,7 @@ def sampled_completions(
     prompt_ids: Sequence[Sequence[int]],
     completions: RaggedCompletions,
     texts: Sequence[str],
-    shown: Sequence[str | None],
+    prompt_texts: Sequence[str | None],
 ) -> Trajectories:
     """Return rows of one turn, prompt first; text is never encoded again.
 
@@ -39,7 +39,7 @@ def sampled_completions(
         prompt_ids: token ids of the prompts, [P].
         completions: `n` completions with behaviour log-probs, each naming its prompt.
         texts: the completions as text, [n].
-        shown: the prompts as the model reads them, [P]; None where no reward function asks for it.
+        prompt_texts: the prompts as the model reads them, [P]; None where no reward function asks for it.
     """
     owner, spans = completions.prompt_index, completions.spans
     prompt_lengths = np.array([len(ids) for ids in prompt_ids])[owner]
@@ -59,7 +59,9 @@ def sampled_completions(
     rows = _rows(lengths, prompt_lengths, tokens, assistant, log_probs, log_mass, owner, completions.member)
     rows[keys.FINISH_REASON] = Text(np.where(completions.stopped, "stop", "length").tolist())
     rows[keys.COMPLETION] = Text(list(texts))
-    rows[keys.META] = Text([{} if shown[index] is None else {"prompt_text": shown[index]} for index in owner])
+    rows[keys.META] = Text(
+        [{} if prompt_texts[index] is None else {"prompt_text": prompt_texts[index]} for index in owner]
+    )
     if spans is not None:
         rows[keys.VERSION_SPANS] = Flat(torch.from_numpy(spans.placed(prompt_lengths)), torch.from_numpy(spans.counts))
     return rows
@@ -76,7 +78,7 @@ def sampled_conversations(
         group_size: members of a group.
     """
     parts = [(number, conversation, conversation.sampled_rows) for number, conversation in enumerate(conversations)]
-    of = [one.row for _, _, rows in parts for one in rows if one.row is not None]
+    of = [row.row for _, _, rows in parts for row in rows if row.row is not None]
     lengths = np.array([len(row.ids) for row in of], np.int64)
     tokens = np.array([token for row in of for token in row.ids], np.int64)
     log_probs = np.array([value for row in of for value in row.log_probs], np.float32)
@@ -89,7 +91,7 @@ def sampled_conversations(
     rows = _rows(lengths, prompt_lengths, tokens, assistant, log_probs, mass, owner, member)
     rows[keys.FINISH_REASON] = Text([conversation.finish_reason for _, conversation, each in parts for _ in each])
     rows[keys.COMPLETION] = Text([text_of(row.ids[row.num_prompt :]) for row in of])
-    rows[keys.META] = Text([_meta(conversation, one) for _, conversation, each in parts for one in each])
+    rows[keys.META] = Text([_meta(conversation, row) for _, conversation, each in parts for row in each])
     if max(sizes, default=1) > 1:
         rows |= _episodes(sizes)
     rows[keys.TURN_SPANS] = _spans([row.turn_spans for row in of])
@@ -145,28 +147,28 @@ def joined(parts: Sequence[Trajectories]) -> Trajectories:
             for part in parts
         ]
     before = np.cumsum([0, *(int(part.numbers(OWNER).max(initial=-1)) + 1 for part in parts)]).tolist()
-    known = set[Key].intersection(*(set(part) for part in parts))
+    shared_keys = set[Key].intersection(*(set(part) for part in parts))
     numbered = [
         Trajectories(
             part.n,
-            {key: part[key] for key in known} | {OWNER: Flat(torch.from_numpy(part.numbers(OWNER) + number))},
+            {key: part[key] for key in shared_keys} | {OWNER: Flat(torch.from_numpy(part.numbers(OWNER) + number))},
         )
         for part, number in zip(parts, before, strict=False)
     ]
     return concat(numbered)
 
 
-def _meta(conversation: Conversation, one: ConversationRow) -> dict[str, Any]:
+def _meta(conversation: Conversation, row: ConversationRow) -> dict[str, Any]:
     """Return what `meta` holds of a row: its messages and turns; with the last one, what the episode came to."""
-    known: dict[str, Any] = {
-        "messages": one.messages,
-        "turn_rewards": [conversation.turn_rewards[turn] for turn in one.turns],
+    meta: dict[str, Any] = {
+        "messages": row.messages,
+        "turn_rewards": [conversation.turn_rewards[turn] for turn in row.turns],
     }
-    if one is not conversation.at:
-        return known
+    if row is not conversation.at:
+        return meta
     graded = {
-        "completion": one.last_text,
-        "num_asked": one.num_asked,
+        "completion": row.last_text,
+        "num_asked": row.num_asked,
         "rewards": conversation.rewards,
     }
     graded |= {} if conversation.prompt_text is None else {"prompt_text": conversation.prompt_text}
@@ -179,13 +181,16 @@ def _meta(conversation: Conversation, one: ConversationRow) -> dict[str, Any]:
         "edited_histories": conversation.edited_histories,
         "fallback_replies": conversation.fallback_replies,
     }
-    return known | {"graded": graded} | {name: value for name, value in beside.items() if value}
+    return meta | {"graded": graded} | {name: value for name, value in beside.items() if value}
 
 
 def _spans(several: Sequence[Sequence[tuple[int, int]]]) -> Flat:
     """Return the pairs of all rows, `[sum, 2]`, with a count per row."""
     pairs = [pair for spans in several for pair in spans]
-    return Flat(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), torch.tensor([len(one) for one in several]))
+    return Flat(
+        torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
+        torch.tensor([len(pairs_of_row) for pairs_of_row in several]),
+    )
 
 
 def trajectories(
@@ -213,19 +218,19 @@ def trajectories(
     del out[OWNER], out[MEMBER]
     last, of = last_rows(rows), episode_of(rows)
     # A prompt's own, the same for each member without an error.
-    own: list[dict[str, Any]] = [
+    prompt_metas: list[dict[str, Any]] = [
         {"answer": prompt.answer, "prompt": prompt.meta}
         | ({} if prompt.messages is None else {"messages": prompt.messages})
         for prompt in prompts
     ]
-    shared = [json.dumps(meta, ensure_ascii=False) for meta in own]
+    shared = [json.dumps(meta, ensure_ascii=False) for meta in prompt_metas]
     beside = [
         {**more, **_beside(grades[place], more)} if is_last else more
         for more, place, is_last in zip(rows.texts(keys.META), of, last, strict=True)
     ]
     out[keys.META] = Text(
         [
-            shared[index] if not more else json.dumps({**own[index], **more}, ensure_ascii=False)
+            shared[index] if not more else json.dumps({**prompt_metas[index], **more}, ensure_ascii=False)
             for index, more in zip(owner, beside, strict=True)
         ]
     )
@@ -247,12 +252,12 @@ def trajectories(
         single |= {keys.TRAJECTORY_ID: row_names(episodes, rows.numbers(keys.EPISODE_ROW)), keys.EPISODE_ID: episodes}
     spans = out.pop(keys.VERSION_SPANS, None)
     if isinstance(spans, Flat):
-        oldest, newest, kept = version_range(single[keys.POLICY_VERSION], spans, of)
+        oldest, newest, ragged = version_range(single[keys.POLICY_VERSION], spans, of)
         single |= {keys.POLICY_VERSION: oldest, keys.NEWEST_POLICY_VERSION: newest}
-        out |= {} if kept is None else {keys.VERSION_SPANS: kept}
+        out |= {} if ragged is None else {keys.VERSION_SPANS: ragged}
     if digests is not None:
-        known = [digests.get(version, 0) for version in single[keys.POLICY_VERSION].tolist()]
-        single[keys.POLICY_DIGEST] = np.array(known, np.int64)
+        version_digests = [digests.get(version, 0) for version in single[keys.POLICY_VERSION].tolist()]
+        single[keys.POLICY_DIGEST] = np.array(version_digests, np.int64)
     out |= {key: Flat(torch.from_numpy(values)) for key, values in single.items()}
     return out
 
@@ -279,17 +284,17 @@ def turn_rewards(rows: Trajectories, grades: Sequence[Grade], rewards: Sequence[
         weighted.append(each)
     lengths = torch.tensor([len(row) for row in weighted])
     flat = torch.tensor([value for row in weighted for value in row])
-    found: dict[Key, Flat] = {keys.TURN_REWARDS: Flat(flat, lengths)}
+    columns: dict[Key, Flat] = {keys.TURN_REWARDS: Flat(flat, lengths)}
     for name in sorted(names):
-        named = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in metas]
-        values = [value for given, row in zip(named, weighted, strict=True) for value in given or [0.0] * len(row)]
+        by_turn = [[gains.get(name, 0.0) for gains in meta["turn_rewards"]] for meta in metas]
+        values = [value for gains, row in zip(by_turn, weighted, strict=True) for value in gains or [0.0] * len(row)]
         if (column := as_column(name)) is not None:
-            found[keys.turn_reward_column(column)] = Flat(torch.tensor(values, dtype=torch.float32), lengths)
-    return found
+            columns[keys.turn_reward_column(column)] = Flat(torch.tensor(values, dtype=torch.float32), lengths)
+    return columns
 
 
 def _beside(item: Grade, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `meta` holds of a grade, beside what it has of the conversation."""
-    found: dict[str, Any] = {} if item.error is None else {"error": item.error}
-    found |= {"rewards": item.parts} if item.parts else {}
-    return found | ({"retried": [*more.get("retried", ()), *item.retried]} if item.retried else {})
+    meta: dict[str, Any] = {} if item.error is None else {"error": item.error}
+    meta |= {"rewards": item.parts} if item.parts else {}
+    return meta | ({"retried": [*more.get("retried", ()), *item.retried]} if item.retried else {})

@@ -253,9 +253,9 @@ async def run_command(command: Sequence[str], base_url: str, api_key: str, promp
         start_new_session=True,
     )
     stdin, stdout, stderr = (cast("Any", pipe) for pipe in (process.stdin, process.stdout, process.stderr))
-    shown = json.dumps(plain_json(asdict(prompt)), ensure_ascii=False) + "\n"
+    prompt_line = json.dumps(plain_json(asdict(prompt)), ensure_ascii=False) + "\n"
     try:
-        _, output, errors = await asyncio.gather(_write(stdin, shown.encode()), _tail(stdout), _tail(stderr))
+        _, output, errors = await asyncio.gather(_write(stdin, prompt_line.encode()), _tail(stdout), _tail(stderr))
         status = await process.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):  # what it started ends with it

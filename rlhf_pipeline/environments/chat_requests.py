@@ -154,7 +154,7 @@ PARAMETERS: Final = (
     ),
 )
 """The table; a parameter that it lacks is rejected."""
-_BY_NAME: Final = {one.name: one for one in PARAMETERS}
+_BY_NAME: Final = {parameter.name: parameter for parameter in PARAMETERS}
 _SAMPLING: Final = ("temperature", "top_p", "max_tokens", "max_completion_tokens")
 
 
@@ -197,8 +197,8 @@ def parse(body: bytes) -> ChatRequest:
         raise ChatError(f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ChatError("the body is no JSON object")
-    given = {name: value for name, value in cast("dict[str, Any]", fields).items() if value is not None}
-    for name, value in given.items():
+    present = {name: value for name, value in cast("dict[str, Any]", fields).items() if value is not None}
+    for name, value in present.items():
         parameter = _BY_NAME.get(name)
         if parameter is None:
             raise ChatError(f"unrecognized request argument: {name}", param=name, code="unknown_parameter")
@@ -208,20 +208,20 @@ def parse(body: bytes) -> ChatRequest:
                 param=name,
                 code="unsupported_value",
             )
-    count = given.get("n", 1)
+    count = present.get("n", 1)
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_CHOICES:
         raise ChatError(f"n={count!r:.20} must be from 1 to {MOST_CHOICES}", param="n", code="unsupported_value")
-    options = given.get("stream_options")
+    options = present.get("stream_options")
     return ChatRequest(
-        messages=_messages(given.get("messages")),
-        tools=() if given.get("tool_choice") == "none" else _tools(given.get("tools", [])),
+        messages=_messages(present.get("messages")),
+        tools=() if present.get("tool_choice") == "none" else _tools(present.get("tools", [])),
         count=count,
-        model=str(given.get("model", "policy")),
-        is_stream=given.get("stream") is True,
+        model=str(present.get("model", "policy")),
+        is_stream=present.get("stream") is True,
         has_usage=isinstance(options, Mapping) and cast("Mapping[str, Any]", options).get("include_usage") is True,
-        digest=_digest(given),
-        variant=json.dumps(given["seed"]) if "seed" in given else "",
-        ignored=tuple(name for name in _SAMPLING if name in given),
+        digest=_digest(present),
+        variant=json.dumps(present["seed"]) if "seed" in present else "",
+        ignored=tuple(name for name in _SAMPLING if name in present),
     )
 
 
@@ -229,12 +229,12 @@ def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _messages(given: Any) -> tuple[dict[str, Any], ...]:
+def _messages(sent: Any) -> tuple[dict[str, Any], ...]:
     """Return messages as templates read them."""
-    if not isinstance(given, list) or not given:
+    if not isinstance(sent, list) or not sent:
         raise ChatError("messages must be a list with at least one message", param="messages")
     try:
-        messages = checked_messages(given, "messages")
+        messages = checked_messages(sent, "messages")
         return tuple(_message(message, messages[:place]) for place, message in enumerate(messages))
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ChatError(f"messages cannot be read: {error}", param="messages", code="invalid_value") from error
@@ -245,23 +245,23 @@ def _message(message: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
     role = "system" if message["role"] == "developer" else message["role"]
     if role not in ROLES:
         raise ValueError(f"the role {message['role']!r:.40} is none of {', '.join(sorted(ROLES))}, developer")
-    found: dict[str, Any] = {"role": role, "content": message["content"]}
+    parsed: dict[str, Any] = {"role": role, "content": message["content"]}
     if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        parsed["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     if message.get("function_call"):
         raise ValueError("function_call is not supported: use tool_calls")
     if role == "tool" and message.get("tool_call_id"):
-        found["tool_call_id"] = message["tool_call_id"]
+        parsed["tool_call_id"] = message["tool_call_id"]
         names = [
             call["function"]["name"]
-            for one in before
-            for call in one.get("tool_calls") or ()
+            for earlier in before
+            for call in earlier.get("tool_calls") or ()
             if call.get("id") == message["tool_call_id"]
         ]
-        found |= {"name": names[-1]} if names else {}
+        parsed |= {"name": names[-1]} if names else {}
     if message.get("name"):
-        found["name"] = str(message["name"])
-    return found
+        parsed["name"] = str(message["name"])
+    return parsed
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,9 +273,9 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function} | ({"id": str(call["id"])} if call.get("id") else {})
 
 
-def _tools(given: Any) -> tuple[dict[str, Any], ...]:
+def _tools(sent: Any) -> tuple[dict[str, Any], ...]:
     """Return the tools to show."""
-    tools = cast("list[Any]", given) if isinstance(given, list) else [None]
+    tools = cast("list[Any]", sent) if isinstance(sent, list) else [None]
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
@@ -307,28 +307,28 @@ class ChatResponse:
 
     @property
     def _usage(self) -> dict[str, int]:
-        prompt = max((one.prompt_tokens for one in self.choices), default=0)
-        completion = sum(one.completion_tokens for one in self.choices)
+        prompt = max((choice.prompt_tokens for choice in self.choices), default=0)
+        completion = sum(choice.completion_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def body(self) -> dict[str, Any]:
         """Return the response as one JSON object."""
         choices = [
-            {"index": place, "message": _wire(one.message), "finish_reason": one.finish_reason, "logprobs": None}
-            for place, one in enumerate(self.choices)
+            {"index": place, "message": _wire(choice.message), "finish_reason": choice.finish_reason, "logprobs": None}
+            for place, choice in enumerate(self.choices)
         ]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage}
 
     def chunks(self) -> list[dict[str, Any]]:
         """Return the response as the chunks of a stream: each choice as a role, its text and calls, and its end."""
         pieces: list[dict[str, Any]] = []
-        for place, one in enumerate(self.choices):
-            message = _wire(one.message)
+        for place, choice in enumerate(self.choices):
+            message = _wire(choice.message)
             calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls") or ())]
             deltas = [{"role": "assistant", "content": message["content"]}]
             deltas += [{"tool_calls": [call]} for call in calls]
             pieces += [{"index": place, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
-            pieces.append({"index": place, "delta": {}, "finish_reason": one.finish_reason, "logprobs": None})
+            pieces.append({"index": place, "delta": {}, "finish_reason": choice.finish_reason, "logprobs": None})
         chunks = [{**self._head, "object": "chat.completion.chunk", "choices": [piece]} for piece in pieces]
         if self.request.has_usage:
             chunks.append({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage})
@@ -337,7 +337,7 @@ class ChatResponse:
 
 def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as OpenAI's API returns it: arguments of calls are text."""
-    found: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
+    wire: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
     calls = [
         {
             "id": call["id"],
@@ -346,10 +346,12 @@ def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
         }
         for call in message.get("tool_calls") or ()
     ]
-    return found | ({"tool_calls": calls} if calls else {})
+    return wire | ({"tool_calls": calls} if calls else {})
 
 
 def parameter_table() -> str:
     """Return the table of parameters in Markdown."""
     head = ["| parameter | | |", "|---|---|---|"]
-    return "\n".join(head + [f"| `{one.name}` | {one.treatment} | {one.rule} |" for one in PARAMETERS])
+    return "\n".join(
+        head + [f"| `{parameter.name}` | {parameter.treatment} | {parameter.rule} |" for parameter in PARAMETERS]
+    )

@@ -99,8 +99,8 @@ class ChatSession:
                 return earlier.response
             if self._refusal is not None:
                 raise self._refusal
-            num_samples = request.count + sum(one.request.count for one in self._open)
-            num_bytes = size + sum(one.size for one in self._open)
+            num_samples = request.count + sum(pending.request.count for pending in self._open)
+            num_bytes = size + sum(pending.size for pending in self._open)
             if num_samples > MOST_WAITING or num_bytes > MOST_BYTES:
                 raise ChatError(
                     f"{num_samples} samples of this conversation would wait, and {num_bytes} bytes; at most "
@@ -215,11 +215,11 @@ class ChatServer:
     async def _response(self, scope: Scope, receive: Receive) -> ChatResponse | dict[str, Any]:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         key, session = self._session_of(headers)
-        asked = f"{scope['method']} {scope['path']}"
-        if asked == "GET /v1/models":
+        method_and_path = f"{scope['method']} {scope['path']}"
+        if method_and_path == "GET /v1/models":
             return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": ""}]}
-        if asked != "POST /v1/chat/completions":
-            raise ChatError(f"there is no {asked[:80]!r}; send POST /v1/chat/completions", status=404)
+        if method_and_path != "POST /v1/chat/completions":
+            raise ChatError(f"there is no {method_and_path[:80]!r}; send POST /v1/chat/completions", status=404)
         try:
             async with asyncio.timeout(BODY_S):
                 body = await _read(receive)

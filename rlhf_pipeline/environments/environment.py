@@ -165,7 +165,7 @@ def rewards_of_environment(environment: Callable[[], Any] | None) -> tuple[str, 
     if declared is None:
         return None
     names = (declared,) if isinstance(declared, str) else declared
-    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
         raise DefinitionError(f"an environment's `rewards` are {declared!r:.60}; they must be names: ('reached', ...).")
     return tuple(cast("Sequence[str]", names))
 

@@ -30,17 +30,17 @@ def distances(rows: Sequence[str]) -> dict[Cell, int]:
     {(1, 1): 0, (0, 1): 1, (0, 0): 2}
     """
     size = len(rows)
-    found: dict[Cell, int] = {(size - 1, size - 1): 0}
-    todo = deque(found)
+    steps: dict[Cell, int] = {(size - 1, size - 1): 0}
+    todo = deque(steps)
     while todo:
         row, column = todo.popleft()
         for down, right in MOVES.values():
             cell = row + down, column + right
             inside = 0 <= cell[0] < size and 0 <= cell[1] < size
-            if inside and cell not in found and rows[cell[0]][cell[1]] != "O":
-                found[cell] = found[row, column] + 1
+            if inside and cell not in steps and rows[cell[0]][cell[1]] != "O":
+                steps[cell] = steps[row, column] + 1
                 todo.append(cell)
-    return found
+    return steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,9 +127,9 @@ class FrozenLake:
         )
 
     def _look(self) -> str:
-        return "".join(self._shown(self.at[0] + down, self.at[1] + right) for down, right in MOVES.values())
+        return "".join(self._cell(self.at[0] + down, self.at[1] + right) for down, right in MOVES.values())
 
-    def _shown(self, row: int, column: int) -> str:
+    def _cell(self, row: int, column: int) -> str:
         size = len(self.rows)
         if not (0 <= row < size and 0 <= column < size):
             return "#"
@@ -166,7 +166,7 @@ class Warehouse:
         beyond = box[0] + down, box[1] + right
         return state if beyond in self.walls else (to, beyond)
 
-    def shown(self, state: tuple[Cell, Cell], *, whole: bool = False) -> str:
+    def text_of(self, state: tuple[Cell, Cell], *, whole: bool = False) -> str:
         """Return the text of a state, row after row; without the walls of the edge unless `whole`."""
         player, box = state
         marks = {
@@ -186,8 +186,8 @@ def solutions(house: Warehouse) -> Mapping[tuple[Cell, Cell], int]:
     Found backwards from every state whose box is on the target: a step back pulls the box along, or does not.
     """
     cells = [(row, column) for row in range(house.size) for column in range(house.size)]
-    found = {(cell, house.target): 0 for cell in cells if cell not in house.walls and cell != house.target}
-    todo = deque(found)
+    moves_left = {(cell, house.target): 0 for cell in cells if cell not in house.walls and cell != house.target}
+    todo = deque(moves_left)
     while todo:
         state = todo.popleft()
         (row, column), box = state
@@ -197,10 +197,10 @@ def solutions(house: Warehouse) -> Mapping[tuple[Cell, Cell], int]:
                 continue
             pulled = (came, (row, column)) if box == (row + down, column + right) else None
             for before in ((came, box), pulled):
-                if before and before[0] != before[1] and before not in found and house.push(before, move) == state:
-                    found[before] = found[state] + 1
+                if before and before[0] != before[1] and before not in moves_left and house.push(before, move) == state:
+                    moves_left[before] = moves_left[state] + 1
                     todo.append(before)
-    return MappingProxyType(found)
+    return MappingProxyType(moves_left)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +241,7 @@ class Warehouses(Settings):
             starts = sorted(state for state, moves in solutions(house).items() if moves == length)
             if not starts:
                 continue
-            text = house.shown(numbers.choice(starts), whole=True)
+            text = house.text_of(numbers.choice(starts), whole=True)
             if (zlib.crc32(text.encode()) % 5 == 0) == self.held_out:
                 rows = [text[at : at + self.size] for at in range(0, self.size**2, self.size)]
                 return Prompt(text="|".join(rows), meta={"map": rows})
@@ -266,16 +266,16 @@ class Sokoban:
     def reset(self, prompt: Prompt, seed: int) -> str:
         """Put everything in its place; nothing is drawn, so the seed has no effect."""
         rows: list[str] = list(prompt.meta["map"])
-        found = {
+        letters = {
             sign: (row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign in "XOPS"
         }
         walls = {(row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign == "#"}
-        player = found.get("P") or found["S"]
-        self.house = Warehouse(frozenset(walls), found.get("O", player), len(rows))
-        self.state = player, found["X"]
+        player = letters.get("P") or letters["S"]
+        self.house = Warehouse(frozenset(walls), letters.get("O", player), len(rows))
+        self.state = player, letters["X"]
         self.ways = solutions(self.house)
         self.whole_way = self.ways[self.state]
-        return self.house.shown(self.state)
+        return self.house.text_of(self.state)
 
     def step(self, turn: Turn) -> Step:
         """Make a move; anything but a move, and a move against a wall, changes nothing."""
@@ -287,5 +287,5 @@ class Sokoban:
             return Step(done=True, rewards={"solved": 0.0, "nearer": before / self.whole_way - 1.0})
         left = self.ways[self.state]
         nearer = (before - left) / self.whole_way
-        reply = self.house.shown(self.state) if left else ""
+        reply = self.house.text_of(self.state) if left else ""
         return Step(reply, done=not left, rewards={"solved": float(not left), "nearer": nearer})

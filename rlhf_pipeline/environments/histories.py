@@ -77,7 +77,7 @@ class Histories(Generic[Place]):
 
     places: dict[str, Place] = field(default_factory=dict[str, Place])
     """By the digest of the messages up to a turn, and of the tools that were shown with them."""
-    asked: set[str] = field(default_factory=set[str])
+    prompt_digests: set[str] = field(default_factory=set[str])
     """The digests of the messages before turns."""
     turns: set[str] = field(default_factory=set[str])
     """The turns, in canonical form."""
@@ -90,7 +90,7 @@ class Histories(Generic[Place]):
         """Note a returned turn, the last of these messages; of equal histories the first one counts."""
         *before, last = _digests(messages, tools)
         self.places.setdefault(last, place)
-        self.asked.update(before[-1:])
+        self.prompt_digests.update(before[-1:])
         self.turns.add(canonical(messages[-1]))
         self.num_turns += 1
 
@@ -102,7 +102,7 @@ class Histories(Generic[Place]):
                 place, count = self.places[digest], number
         is_edited = any(
             message["role"] == "assistant"
-            and (canonical(message) in self.turns or (number > 0 and digests[number - 1] in self.asked))
+            and (canonical(message) in self.turns or (number > 0 and digests[number - 1] in self.prompt_digests))
             for number, message in enumerate(messages)
             if number >= count
         )

@@ -45,7 +45,7 @@ class Environments:
         if not choices:
             raise DefinitionError("environment is an empty dict; give it at least one environment by name.")
         self.choices = dict(choices)
-        self.makers = {name: maker_of(one) for name, one in choices.items()}
+        self.makers = {name: maker_of(choice) for name, choice in choices.items()}
         self.column = column
 
     @property
@@ -56,7 +56,7 @@ class Environments:
     @property
     def rewards(self) -> tuple[str, ...] | None:
         """The names of their rewards, if all of them declare theirs."""
-        declared = [rewards_of_environment(one) for one in self.makers.values()]
+        declared = [rewards_of_environment(maker) for maker in self.makers.values()]
         if None in declared:
             return None
         return (*dict.fromkeys(name for names in declared for name in names or ()),)
@@ -143,8 +143,8 @@ def code_of(environment: Any) -> Iterator[Any]:
     if isinstance(environment, Environments):
         environment = environment.choices
     if isinstance(environment, Mapping):
-        for one in cast("Mapping[str, Any]", environment).values():
-            yield from code_of(one)
+        for choice in cast("Mapping[str, Any]", environment).values():
+            yield from code_of(choice)
     elif isinstance(environment, Tools):
         yield from environment.functions.values()
     else:

@@ -55,8 +55,8 @@ class OpenEnvSession:
 
     async def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message]:
         """Reset the server's environment and show its first observation."""
-        given = {"seed": seed % 2**31, **self.settings.arguments(prompt)}
-        return self.settings.show((await in_thread("OpenEnv's reset", self.client.reset, given)).observation)
+        arguments = {"seed": seed % 2**31, **self.settings.arguments(prompt)}
+        return self.settings.show((await in_thread("OpenEnv's reset", self.client.reset, arguments)).observation)
 
     async def step(self, turn: Turn) -> Step:
         """Take the turn's action and show what came of it."""

@@ -184,15 +184,15 @@ def table() -> str:
     )
     rows = [
         (
-            one.name,
-            one.what,
-            one.then,
-            one.reward,
-            "yes" if one.learned else "no",
-            "yes" if one.evaluated else "no",
-            f"`{one.finish_reason}`" if one.finish_reason else "",
-            f"`{one.failure}`" if one.failure and " " not in one.failure else one.failure,
+            outcome.name,
+            outcome.what,
+            outcome.then,
+            outcome.reward,
+            "yes" if outcome.learned else "no",
+            "yes" if outcome.evaluated else "no",
+            f"`{outcome.finish_reason}`" if outcome.finish_reason else "",
+            f"`{outcome.failure}`" if outcome.failure and " " not in outcome.failure else outcome.failure,
         )
-        for one in OUTCOMES
+        for outcome in OUTCOMES
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))

@@ -83,7 +83,7 @@ class Tools:
 
     def __call__(self) -> Session:
         """Return a new environment."""
-        return Session(self.functions, told=self.told)
+        return Session(self.functions, reported=self.told)
 
 
 class MethodTools:
@@ -102,9 +102,9 @@ class MethodTools:
 
     parallel = True
 
-    def __init__(self, made: Callable[[], Any], kind: type | None = None) -> None:
-        self.made = made
-        self.kind: Any = made if kind is None else kind
+    def __init__(self, maker: Callable[[], Any], kind: type | None = None) -> None:
+        self.made = maker
+        self.kind: Any = maker if kind is None else kind
         self.has_effects = bool(getattr(self.kind, "has_effects", False))
         self.rewards = rewards_of_environment(self.kind)
         self.told = (*TOLD, *getattr(self.kind, "told", ()))
@@ -128,7 +128,7 @@ class MethodTools:
     def __call__(self) -> Session:
         """Return a new environment."""
         owner = self.made()
-        return Session({name: getattr(owner, name) for name in self.names}, owner, told=self.told)
+        return Session({name: getattr(owner, name) for name in self.names}, owner, reported=self.told)
 
 
 class Session:
@@ -139,9 +139,9 @@ class Session:
         functions: Mapping[str, Callable[..., Any]],
         owner: Any = None,
         *,
-        told: tuple[type[BaseException], ...] = TOLD,
+        reported: tuple[type[BaseException], ...] = TOLD,
     ) -> None:
-        self.functions, self.told = functions, told
+        self.functions, self.reported = functions, reported
         self.owner = owner
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
@@ -150,15 +150,19 @@ class Session:
             return None
         row = {"prompt": prompt.text if prompt.messages is None else [*map(dict, prompt.messages)]}
         row |= {"answer": prompt.answer, **prompt.meta}
-        taken = inspect.signature(self.owner.reset).parameters
-        if "seed" in taken:
+        parameters = inspect.signature(self.owner.reset).parameters
+        if "seed" in parameters:
             row = {"seed": seed, **row}
-        if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
-            row = {name: row[name] for name in taken if name in row}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            row = {name: row[name] for name in parameters if name in row}
         generators = SeededGenerators(seed)
         with generators:
-            shown = self.owner.reset(**row)
-        return _awaited_shown(prompt, generators.drive(shown)) if inspect.isawaitable(shown) else _shown(prompt, shown)
+            returned = self.owner.reset(**row)
+        return (
+            _awaited_messages(prompt, generators.drive(returned))
+            if inspect.isawaitable(returned)
+            else _messages(prompt, returned)
+        )
 
     async def step(self, turn: Turn) -> Step:
         """Make the calls of a turn, one after the other; a turn without a call ends the conversation."""
@@ -168,19 +172,19 @@ class Session:
             return Step(done=True)
         replies, call_errors = list[dict[str, Any]](), 0
         for call in turn.tool_calls:
-            content, made = await self._called(str(call["name"]), own_copy(call["arguments"]))
+            content, is_valid = await self._call(str(call["name"]), own_copy(call["arguments"]))
             replies.append({"role": "tool", "name": call["name"], "content": content})
-            call_errors += not made
+            call_errors += not is_valid
         return Step(replies, call_errors=call_errors)
 
     def end(self, reason: str) -> Any:
         """Return the owner's reward, if it has one and the conversation is one to reward."""
         if not hasattr(self.owner, "get_reward") or reason == FAILED:
             return {}
-        given = self.owner.get_reward()
-        return _awaited_rewards(given) if inspect.isawaitable(given) else named_rewards(given)
+        returned = self.owner.get_reward()
+        return _awaited_rewards(returned) if inspect.isawaitable(returned) else named_rewards(returned)
 
-    async def _called(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Return what the policy reads of a call, and whether it could be made."""
         function = self.functions.get(name)
         if function is None:
@@ -193,7 +197,7 @@ class Session:
             result = await in_thread(f"the tool {name}", function, arguments)
         except TimeoutError:
             raise
-        except self.told as error:
+        except self.reported as error:
             return f"error: {type(error).__name__}: {error}", True
         return _as_text(name, result), True
 
@@ -212,24 +216,24 @@ def _as_text(name: str, result: Any) -> str:
         raise RuntimeError(f"the tool {name} returned {type(result).__name__}: neither text nor JSON") from error
 
 
-def _shown(prompt: Prompt, shown: Any) -> Sequence[Mapping[str, Any]] | None:
+def _messages(prompt: Prompt, returned: Any) -> Sequence[Mapping[str, Any]] | None:
     """Return the prompt with what `reset` returned after it; None for the prompt alone."""
-    if shown is None or shown == "":
+    if returned is None or returned == "":
         return None
-    if not isinstance(shown, (str, list)):
-        raise TypeError(f"reset returned {type(shown).__name__}; it must return text, parts of text, or None")
-    said = [{"role": "user", "content": prompt.text}] if prompt.messages is None else [*map(dict, prompt.messages)]
-    asked = text_of(said[-1]["content"], "the prompt")
-    whole = (asked if asked.strip() else "") + text_of(cast("Any", shown), "what reset returned")
-    return [*said[:-1], {**said[-1], "content": whole}]
+    if not isinstance(returned, (str, list)):
+        raise TypeError(f"reset returned {type(returned).__name__}; it must return text, parts of text, or None")
+    messages = [{"role": "user", "content": prompt.text}] if prompt.messages is None else [*map(dict, prompt.messages)]
+    prompt_text = text_of(messages[-1]["content"], "the prompt")
+    whole = (prompt_text if prompt_text.strip() else "") + text_of(cast("Any", returned), "what reset returned")
+    return [*messages[:-1], {**messages[-1], "content": whole}]
 
 
-async def _awaited_shown(prompt: Prompt, shown: Awaitable[Any]) -> Sequence[Mapping[str, Any]] | None:
-    return _shown(prompt, await shown)
+async def _awaited_messages(prompt: Prompt, returned: Awaitable[Any]) -> Sequence[Mapping[str, Any]] | None:
+    return _messages(prompt, await returned)
 
 
-async def _awaited_rewards(given: Awaitable[Any]) -> dict[str, float]:
-    return named_rewards(await given)
+async def _awaited_rewards(returned: Awaitable[Any]) -> dict[str, float]:
+    return named_rewards(await returned)
 
 
 def _name(function: Callable[..., Any]) -> str:

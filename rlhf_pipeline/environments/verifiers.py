@@ -124,9 +124,9 @@ class _Episode:
         context = vf.ModelContext(model="policy", client=client)
         episode = await self.environment.env.run_episode(task, context, on_trace=self._on_trace)
         if not episode.ok:
-            errors = [*(one for trace in episode.traces for one in trace.errors), *episode.errors]
-            said = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed without an error"
-            raise (TimeoutError if episode.is_timeout else RuntimeError)(said)
+            errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+            message = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed without an error"
+            raise (TimeoutError if episode.is_timeout else RuntimeError)(message)
         trace = self._traces.get(self.session.agent)
         if trace is None:
             return Step(done=True)

@@ -365,7 +365,7 @@ BATCH_ESTIMATORS: Final = tuple(name for name, entry in ESTIMATORS.items() if en
 def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
     """Return the entry of an estimator."""
     if callable(estimator):
-        return EstimatorEntry(lambda found: _of_function(estimator, found), by_reward=bool(_asks_for(estimator)))
+        return EstimatorEntry(lambda returns: _of_function(estimator, returns), by_reward=bool(_asks_for(estimator)))
     if estimator not in ESTIMATORS:
         raise DefinitionError(f"unknown advantage estimator {estimator!r}.{did_you_mean(estimator, ESTIMATORS)}")
     return ESTIMATORS[estimator]

@@ -16,13 +16,13 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to plus or minus this before an exponential."""
 
 
-def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def clamped_log_ratio(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return `log_probs - other`, clamped to +-20 so that its exponential stays finite; the shapes must be equal.
 
     >>> clamped_log_ratio(torch.tensor([-1.0, -50.0]), torch.tensor([-2.0, 0.0]))
     tensor([  1., -20.])
     """
-    return (log_probs - other).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (log_probs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def kl_k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:

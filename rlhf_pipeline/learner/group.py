@@ -53,10 +53,10 @@ def receive() -> dict[str, Any]:
     return json.loads(bytes(content.cpu().tolist()))
 
 
-def collect_files(own: Path | None, into: Path) -> None:
+def collect_files(local: Path | None, into: Path) -> None:
     """Copy files of the other processes to a folder of the first one; every process must call this."""
     if dist.get_rank():
-        files = [] if own is None else sorted(path for path in own.iterdir() if path.is_file())
+        files = [] if local is None else sorted(path for path in local.iterdir() if path.is_file())
         _send_bytes(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
         for path in files:
             with path.open("rb") as file:

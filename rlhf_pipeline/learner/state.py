@@ -68,8 +68,8 @@ class LearnerState:
 
     def changing(self) -> dict[str, Tensor]:
         """Return the tensors that steps change, with names of their own."""
-        found = {f"{_MODEL}/{name}": tensor for name, tensor in self.weights.items() if name not in self.frozen}
-        return found | {
+        trained = {f"{_MODEL}/{name}": tensor for name, tensor in self.weights.items() if name not in self.frozen}
+        return trained | {
             f"{at}/{name}": tensor for at, tensors in self.files.items() for name, tensor in tensors.items()
         }
 

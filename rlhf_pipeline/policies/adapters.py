@@ -77,14 +77,14 @@ def register(adapter: Adapter) -> None:
 
 def policy_of(model: Any, owner: str) -> Any:
     """Return the policy that an adapter makes of a model, or the model itself if no adapter matches."""
-    found = next((adapter for adapter in _adapters if adapter.matches(model)), None)
-    return model if found is None else found.policy(model, owner)
+    matching = next((adapter for adapter in _adapters if adapter.matches(model)), None)
+    return model if matching is None else matching.policy(model, owner)
 
 
 def actor_of(model: Any) -> tuple[bool, Any | None]:
     """Return whether an adapter matches the model, and the actor that it makes of the model."""
-    found = next((adapter for adapter in _adapters if adapter.matches(model)), None)
-    return (False, None) if found is None else (True, found.actor(model))
+    matching = next((adapter for adapter in _adapters if adapter.matches(model)), None)
+    return (False, None) if matching is None else (True, matching.actor(model))
 
 
 def methods_are_of(model: Any, package: str, names: Sequence[str]) -> bool:

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf_pipeline.policies._packed_attention import packed_attention
 from rlhf_pipeline.policies._packing import Segments
-from rlhf_pipeline.policies.attention_name import NAME, implementation_of, is_named, named
+from rlhf_pipeline.policies.attention_name import NAME, attention_selected, implementation_of, is_named
 
 Attended = Callable[[Tensor, Tensor, Tensor, Any, float | None], Tensor]
 """Takes queries `[S, heads, 1, D]`, keys and values, the model's mask, and the scaling; returns `[S, 1, heads, D]`."""
@@ -60,11 +60,11 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 @contextmanager
-def _named(config: Any) -> Iterator[None]:
+def _registered(config: Any) -> Iterator[None]:
     """Let models of this config use the attention above within the context."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    with named(config):
+    with attention_selected(config):
         yield
 
 
@@ -73,7 +73,7 @@ def packed_rows_running(config: Any) -> Iterator[None]:
     """Make models of this config use `packed_attention`, without a mask, within the context."""
     token = _without_mask.set(True)
     try:
-        with _named(config):
+        with _registered(config):
             yield
     finally:
         _without_mask.reset(token)
@@ -84,7 +84,7 @@ def steps_attended_by(config: Any, attended: Attended) -> Iterator[None]:
     """Make models of this config use this attention within the context, in this thread."""
     token = _attended.set(attended)
     try:
-        with _named(config):
+        with _registered(config):
             yield
     finally:
         _attended.reset(token)
@@ -92,7 +92,7 @@ def steps_attended_by(config: Any, attended: Attended) -> Iterator[None]:
 
 def same_attention_when_recomputed(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a checkpointed layer: recomputation uses the same attention as the forward pass."""
-    return nullcontext(), _named(config) if is_named(config) else nullcontext()
+    return nullcontext(), _registered(config) if is_named(config) else nullcontext()
 
 
 def is_sdpa(config: Any) -> bool:

@@ -15,7 +15,7 @@ _uses: dict[int, tuple[int, str]] = {}
 
 
 @contextmanager
-def named(config: Any) -> Iterator[None]:
+def attention_selected(config: Any) -> Iterator[None]:
     """Let models of this config use the attention of that name within the context."""
     with _lock:
         uses, implementation = _uses.get(id(config), (0, config._attn_implementation))

@@ -124,12 +124,14 @@ def _problem(module: nn.Module, backend: str) -> str | None:
     with torch.enable_grad():
         expected = _outputs(type(module).forward, module, inputs)
         try:
-            found = _outputs(_compiled(type(module).forward, backend), module, inputs)
+            compiled = _outputs(_compiled(type(module).forward, backend), module, inputs)
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the module runs without it
             return f"it cannot be compiled ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
     allowed = rounding(weights[0], fine=1e-5, coarse=_HALF_PRECISION)
-    for name, one, other in zip(("output", "input gradient", *_gradients(module)), found, expected, strict=True):
-        error = float((one - other).abs().max() / other.abs().max().clamp(min=1e-12))
+    for name, computed, reference in zip(
+        ("output", "input gradient", *_gradients(module)), compiled, expected, strict=True
+    ):
+        error = float((computed - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
         if not error <= allowed:
             return f"its compiled {name} differs by {error:.1e}, and {allowed:.1e} is rounding"
     return None

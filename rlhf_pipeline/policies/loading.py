@@ -151,10 +151,10 @@ def end_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     return tuple(sorted({*as_id_tuple(model_ends), *as_id_tuple(tokenizer_end)}))
 
 
-def padding_id(model: Any, tokenizer: Any | None, *, given: int | None, ends: tuple[int, ...]) -> int:
-    """Return the padding token: the given one, the tokenizer's, the model's, the first end token, or 0."""
+def padding_id(model: Any, tokenizer: Any | None, *, configured: int | None, ends: tuple[int, ...]) -> int:
+    """Return the padding token: the configured one, the tokenizer's, the model's, the first end token, or 0."""
     candidates = (
-        given,
+        configured,
         getattr(tokenizer, "pad_token_id", None),
         getattr(getattr(model, "config", None), "pad_token_id", None),
         ends[0] if ends else None,

@@ -457,7 +457,7 @@ def _own_logits(model: nn.Module, parts: ModelParts, inputs: dict[str, Any], fac
         applied.append(head)
         return (inputs[0] * factors, *inputs[1:])
 
-    def after_trunk(trunk: nn.Module, _given: Any, output: Any) -> Any:
+    def after_trunk(trunk: nn.Module, _arguments: Any, output: Any) -> Any:
         applied.append(trunk)
         output.last_hidden_state = output.last_hidden_state * factors
         return output

@@ -277,7 +277,7 @@ def _cut(text: str) -> str:
         len(text),
         _LONGEST_WORD,
     )
-    return _LONG_WORD.sub(lambda found: found[0] + " ", text)
+    return _LONG_WORD.sub(lambda match: match[0] + " ", text)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -114,7 +114,7 @@ class TokenPolicy(nn.Module):
         self.max_new_tokens = max_new_tokens
         self.num_slots = num_slots
         self.eos_token_ids = end_token_ids(model, tokenizer) if eos_token_id is None else as_id_tuple(eos_token_id)
-        self.pad_token_id = padding_id(self.model, self.tokenizer, given=pad_token_id, ends=self.eos_token_ids)
+        self.pad_token_id = padding_id(self.model, self.tokenizer, configured=pad_token_id, ends=self.eos_token_ids)
         self._checkpointing = False
         self._compiler: str | None = None
         self._scorer = LayoutScorer(scoring_layout)
@@ -466,10 +466,10 @@ def _cut_at(stops: StopStrings, ended: Ended) -> Ended:
 def _same_when_recomputed(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for a checkpointed layer: recomputation uses attention and modules of the forward pass."""
     forward, attention = same_attention_when_recomputed(config)
-    return forward, _both(attention, compiled_as_now())
+    return forward, _joint_context(attention, compiled_as_now())
 
 
 @contextmanager
-def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+def _joint_context(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
     with first, second:
         yield

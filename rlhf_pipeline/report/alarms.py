@@ -100,17 +100,17 @@ def process_alarms(process: dict[str, Any], now: float, *, is_running: bool) -> 
         now: seconds since 1970.
         is_running: whether any process of the run is alive.
     """
-    name, last_state, seen = process["name"], str(process.get("state")), process["seen"]
-    silent = now - (seen or now)
+    name, last_state, last_report = process["name"], str(process.get("state")), process["seen"]
+    silent = now - (last_report or now)
     if not process["alive"]:
         if is_running and last_state != "ended":
             text = f"{name} is not running (it was: {last_state})"
-            yield Alarm(name="gone", severity="page", process=name, text=text, since=seen)
+            yield Alarm(name="gone", severity="page", process=name, text=text, since=last_report)
     elif silent > SILENT_S:
         text = f"{name} has not reported for {silent:.0f} s (it was: {last_state})"
-        yield Alarm(name="silent", severity="page", process=name, text=text, window_s=SILENT_S, since=seen)
+        yield Alarm(name="silent", severity="page", process=name, text=text, window_s=SILENT_S, since=last_report)
     elif last_state.startswith("failed"):
-        since = process.get("since") or seen
+        since = process.get("since") or last_report
         yield Alarm(name="failed", severity="page", process=name, text=f"{name} {last_state}", since=since)
 
 

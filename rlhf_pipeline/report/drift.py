@@ -66,8 +66,8 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
                 problem, group = turns_problem(*columns), int(rows["group_id"][i])
                 prompt = rows["input_ids"][i][: columns[-1]].tobytes()
                 if problem is None and alone[i] and group >= 0:
-                    before, other = prompts.setdefault(group, (prompt, row))
-                    if before != prompt and _asked_alike(stored, other, row):
+                    before, earlier_row = prompts.setdefault(group, (prompt, row))
+                    if before != prompt and _asked_alike(stored, earlier_row, row):
                         problem = f"its prompt has other tokens than that of another member of group {group}"
                 if problem is not None:
                     yield row, problem
@@ -77,13 +77,13 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
         yield from _continued(stored)
 
 
-def _asked_alike(stored: Stored, one: int, other: int) -> bool:
+def _asked_alike(stored: Stored, row_a: int, row_b: int) -> bool:
     """Return whether two members began with the same messages; an agent program may show others to each."""
     if "meta" not in stored.columns:
         return True
-    metas = [json.loads(text or "{}") for text in stored.store.read(np.array([one, other]), ["meta"])["meta"]]
-    asked = [meta.get("messages", [])[: meta.get("graded", {}).get("num_asked")] for meta in metas]
-    return asked[0] == asked[1]
+    metas = [json.loads(text or "{}") for text in stored.store.read(np.array([row_a, row_b]), ["meta"])["meta"]]
+    prompts = [meta.get("messages", [])[: meta.get("graded", {}).get("num_asked")] for meta in metas]
+    return prompts[0] == prompts[1]
 
 
 def _without_all_rows(stored: Stored) -> Iterator[tuple[int, str]]:

@@ -567,11 +567,11 @@ class View:
             first = max(end - size, 0)
             newest_groups |= dict.fromkeys(self.stored.store.read_scalars("group_id", rows[first:end])[::-1].tolist())
             end, size = first, min(2 * size, _BLOCK_ROWS)
-        named = np.array(list(newest_groups)[:newest], np.int64)
-        members = rows.meeting(lambda ids: np.isin(self.stored.store.read_scalars("group_id", ids), named))[:]
+        group_ids = np.array(list(newest_groups)[:newest], np.int64)
+        members = rows.meeting(lambda ids: np.isin(self.stored.store.read_scalars("group_id", ids), group_ids))[:]
         members = members[stored_last_rows(self.stored.store, members)]
         of_member = self.stored.store.read_scalars("group_id", members)
-        return [self._brief_group(name, members[of_member == name]) for name in named.tolist()]
+        return [self._brief_group(name, members[of_member == name]) for name in group_ids.tolist()]
 
     def _brief_group(self, name: int, members: Ids) -> Answer:
         rewards = self._floats("task_reward", members)

@@ -38,24 +38,28 @@ def status(view: View, now: float) -> Answer:
     assert run is not None
     about, rows = view.about(), list(view.metrics_rows()[-_ROWS:])
     begun = run.in_use_since()
-    at_work = [one for one in about["processes"] if one["alive"]]
+    at_work = [process for process in about["processes"] if process["alive"]]
     done = (about["step"] or 0) >= (about["of"] or 1) or _ended(about["processes"]) or _reached(run, rows)
     state = "running" if begun is not None or at_work else "ended" if done else "stopped"
-    starts = [one["started"] for one in at_work if one.get("started")] + ([begun] if begun else [])
-    seen = [one["seen"] for one in about["processes"] if one["seen"]] + [about["updated"] or 0.0]
+    starts = [process["started"] for process in at_work if process.get("started")] + ([begun] if begun else [])
+    report_times = [process["seen"] for process in about["processes"] if process["seen"]] + [about["updated"] or 0.0]
     usage = run_usage(run.address)
-    found = {
+    answer = {
         **about,
         "state": state,
-        "since": min(starts, default=None) if state == "running" else max(seen) or None,
-        "seen": max(seen) or None,
-        "waits_for": [f"{one['name']}: {one['state']}" for one in at_work if str(one.get("state")).startswith("wait")],
+        "since": min(starts, default=None) if state == "running" else max(report_times) or None,
+        "seen": max(report_times) or None,
+        "waits_for": [
+            f"{process['name']}: {process['state']}"
+            for process in at_work
+            if str(process.get("state")).startswith("wait")
+        ],
         "graders": view.graders(),
         "bytes": usage.total,
         "bytes_per_hour": _growth(rows, usage.growing, about["stored"]) if state == "running" else None,
         "bytes_allowed": run.config.pipeline.get("buffer", {}).get("max_bytes"),
     }
-    return {**found, "alarms": [dataclasses.asdict(alarm) for alarm in run_alarms(found, rows, run, now)]}
+    return {**answer, "alarms": [dataclasses.asdict(alarm) for alarm in run_alarms(answer, rows, run, now)]}
 
 
 def alarms_of_process(state: Answer, name: str, now: float) -> list[Answer]:
@@ -95,7 +99,7 @@ def _alarms(name: str, report: Answer | None, now: float) -> list[Answer]:
 
 
 def _ended(processes: list[Answer]) -> bool:
-    return bool(processes) and all(one.get("state") == "ended" for one in processes)
+    return bool(processes) and all(process.get("state") == "ended" for process in processes)
 
 
 def _reached(run: RunFolder, rows: list[Answer]) -> bool:
@@ -108,8 +112,8 @@ def _reached(run: RunFolder, rows: list[Answer]) -> bool:
 
 def _growth(rows: list[Answer], growing: int, stored: int) -> float | None:
     """Return bytes per hour: what a trajectory takes, times how many the newest steps added."""
-    known = [(row["time"], row["watermark"]) for row in rows if row.get("time") and row.get("watermark") is not None]
-    if len(known) < 2 or known[-1][0] - known[0][0] < _YOUNG_S or not stored:
+    points = [(row["time"], row["watermark"]) for row in rows if row.get("time") and row.get("watermark") is not None]
+    if len(points) < 2 or points[-1][0] - points[0][0] < _YOUNG_S or not stored:
         return None
-    (first, before), (last, after) = known[0], known[-1]
+    (first, before), (last, after) = points[0], points[-1]
     return growing / stored * (after - before) / (last - first) * _HOUR_S

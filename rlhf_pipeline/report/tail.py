@@ -47,7 +47,7 @@ class Tail:
         self._filters = filters
         self._width, self._widths = width, list(_LEAST_WIDTHS)
         self._root = self._identity()
-        self._new = NewIds(self._store, seen=True)
+        self._new = NewIds(self._store, skip_stored=True)
         self._steps = NewRows(view.metrics_rows()) if view.run is not None else None
 
     def newest(self, num: int) -> Iterator[str]:

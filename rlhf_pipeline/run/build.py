@@ -151,13 +151,13 @@ def take_part(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -
         return
     run = RunFolder(run_dir)
 
-    def own(folder: Path) -> Path:
+    def local_path(folder: Path) -> Path:
         """Return this process's path of a folder in the first one's run, which may be on another machine."""
         return run.bring(run.path / folder.parent.name / folder.name)
 
     with closing(TrajectoryStorage(run.store_path, mode="r")) as storage:
         buffer = TrajectoryReplayBuffer(storage=storage, seed=seed)
-        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow(own)
+        build_learner(pipeline, trained, buffer, ledger=None, seed=seed, shards=shards).follow(local_path)
 
 
 def build_policy(pipeline: Pipeline, *, seed: int, device: str) -> TokenPolicy:

@@ -185,7 +185,7 @@ class Gatherer:
             self.pipeline.write.estimator,
             task_rewards=torch.zeros_like(returns),
             rounding=rounding,
-            named=self._named({name: self.target.read_scalars(name, ids) for name in self._reward_columns()}),
+            named=self._named_rewards({name: self.target.read_scalars(name, ids) for name in self._reward_columns()}),
         )
         ids, place = whole_episodes(self.target, ids)
         new = {
@@ -199,7 +199,7 @@ class Gatherer:
         """Return the columns of the rewards that the estimator takes one by one."""
         return [reward_column(name) for name in self.pipeline.reward_weights] if self._by_reward else []
 
-    def _named(self, columns: Mapping[str, npt.NDArray[Any]]) -> NamedRewards | None:
+    def _named_rewards(self, columns: Mapping[str, npt.NDArray[Any]]) -> NamedRewards | None:
         """Return the rewards of rows one by one, if the estimator takes them."""
         weights = self.pipeline.reward_weights if self._by_reward else {}
         if not weights:
@@ -356,7 +356,7 @@ class Gatherer:
             None,
             turns=rewards,
             turn_discount=how.turn_discount,
-            named_rewards=self._named(by_reward),
+            named_rewards=self._named_rewards(by_reward),
         )
         if len(ends) < n:
             turns = torch.from_numpy(counts[at]) if name in schema else None

@@ -216,7 +216,7 @@ class Evaluations(ABC):
     def after(self, step: int, stop: StopRequest) -> Figures:
         """Return the figures for the line of a step that has just been taken, or of 0 at the start."""
 
-    def kept(self, step: int) -> set[int]:
+    def retained_steps(self, step: int) -> set[int]:
         """Return the steps up to this one whose checkpoints are kept beside the newest; see `Evaluate.keep_best`."""
         best = None if self._deciding is None else self._deciding.best(step)
         return set() if best is None else {best}

@@ -99,19 +99,19 @@ def ignore_events(event: Event) -> None:
     """The default handler, which ignores every event."""
 
 
-class Repeated:
+class RepeatedNotices:
     """Says a notice that comes again at every step once, and then how often: 10, 100, 1,000 times.
 
-    >>> repeated = Repeated()
-    >>> said = [repeated.said(f"step {step} has nothing to learn from.") for step in range(1, 11)]
-    >>> [text for text in said if text is not None]
+    >>> repeated = RepeatedNotices()
+    >>> texts = [repeated.text_of(f"step {step} has nothing to learn from.") for step in range(1, 11)]
+    >>> [text for text in texts if text is not None]
     ['step 1 has nothing to learn from.', 'step 10 has nothing to learn from. (10 times so far)']
     """
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
 
-    def said(self, notice: str) -> str | None:
+    def text_of(self, notice: str) -> str | None:
         """Return what to say of a notice, or None; notices that differ in numbers only are one."""
         kind = _NUMBERS.sub("#", notice)
         self._counts[kind] += 1

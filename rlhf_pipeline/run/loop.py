@@ -26,7 +26,7 @@ from rlhf_pipeline.run.checkpoint import (
 from rlhf_pipeline.run.choice_record import RESTORE
 from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
-from rlhf_pipeline.run.events import EventHandler, Repeated, RunFinished, RunStarted, StepDone, tell
+from rlhf_pipeline.run.events import EventHandler, RepeatedNotices, RunFinished, RunStarted, StepDone, tell
 from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.freed_memory import FreedMemory
@@ -157,7 +157,7 @@ class Loop:
             if run.place.is_remote
             else DiskWatch(run.path, allowed, lambda warning: tell(on_event, warning), written=self._written)
         )
-        self._repeated = Repeated()
+        self._repeated = RepeatedNotices()
         self._evicts_nothing = setup.pipeline.buffer.max_trajectories is None
         self._samples_all_again = (
             source.samples_again
@@ -243,7 +243,9 @@ class Loop:
                 self._step(batch)
                 self.after(progress.step, None)
                 freed.give_back()
-                if progress.step % self.learn.checkpoint_every == 0 or progress.step in self._kept(progress.step):
+                if progress.step % self.learn.checkpoint_every == 0 or progress.step in self._retained_steps(
+                    progress.step
+                ):
                     self._save()
             self._save()
             self._finish_checkpoint()
@@ -306,7 +308,7 @@ class Loop:
         if self._unrecorded is not None:
             self._settle(self._unrecorded, number)
         for notice in learner.take_notices():
-            summary = self._repeated.said(notice)
+            summary = self._repeated.text_of(notice)
             if summary is not None:
                 tell(self.on_event, summary)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
@@ -343,13 +345,13 @@ class Loop:
         """Evaluate the weights of a step if that is due; return the figures."""
         return {} if self.evaluator is None else self.evaluator.after(step, self.stop)
 
-    def _kept(self, step: int) -> set[int]:
+    def _retained_steps(self, step: int) -> set[int]:
         """Return the steps up to this one whose checkpoints are kept beside the newest."""
-        return set() if self.evaluator is None else self.evaluator.kept(step)
+        return set() if self.evaluator is None else self.evaluator.retained_steps(step)
 
     def _drop(self, step: int) -> None:
         """Drop, for all processes, the checkpoints that are no longer kept; that of this step is the newest."""
-        keep, besides = self.learn.keep_checkpoints, self._kept(step)
+        keep, besides = self.learn.keep_checkpoints, self._retained_steps(step)
         outdated = outdated_checkpoints(self.folder.checkpoints, step, keep=keep, besides=besides)
         self._writer.remove(outdated)
         for path in outdated:

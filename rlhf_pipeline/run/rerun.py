@@ -154,7 +154,7 @@ def rerun(current: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iter
             if (defined := definition_at(current, history, step)) != pipeline:
                 pipeline, before, learner = defined, learner, learner_of(defined)
                 _go_on(before, learner)
-            row, line = run.ledger.known(step), run.metrics.known(step)
+            row, line = run.ledger.required(step), run.metrics.required(step)
             rows = np.asarray(row["row_ids"], dtype=np.int64)
             try:
                 problem = _batch_problem(learner, storage.store, row, rows)

@@ -109,7 +109,7 @@ class StepRows(Sequence[Row]):
         place = self.place_of(step)
         return None if place is None else self[place]
 
-    def known(self, step: int) -> Row:
+    def required(self, step: int) -> Row:
         """Return the row of a step that must exist."""
         row = self.of_step(step)
         if row is None:

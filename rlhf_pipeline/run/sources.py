@@ -195,7 +195,7 @@ class ArrivedRollouts(_Collected):
 
     def _read_new(self) -> dict[int, StoredRollout]:
         """Return the new arrivals, without refreshing the store, whose content must not change during a step."""
-        return {rollout: self._rollouts.known(rollout) for rollout in self._rollouts.new(self.done)}
+        return {rollout: self._rollouts.required(rollout) for rollout in self._rollouts.new(self.done)}
 
     def _arrived(self, index: int) -> tuple[StoredRollout, Ints, int]:
         self._parts.buffer.refresh()  # after its record was read: its trajectories were stored before that
@@ -205,7 +205,7 @@ class ArrivedRollouts(_Collected):
         row_ids = row_ids[stored_last_rows(store, row_ids)]
         names = episode_names(store, row_ids, store.read_scalars("trajectory_id", row_ids))
         row_ids = row_ids[np.argsort(names, kind="stable")]
-        stored = self._waiting.get(index) or self._rollouts.known(index)
+        stored = self._waiting.get(index) or self._rollouts.required(index)
         lost = stored.num_trajectories - len(row_ids)
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and self._pipeline.write.zero_variance != "drop":
             tell(
@@ -307,7 +307,7 @@ def of_rollouts(
 
 def recorded_admission(pipeline: Pipeline, learner: Learner, ledger: StepRows, step: int) -> Ints | None:
     """Return what a step of a recorded run could draw from, int64 `[n]`; None if its loss need not know it."""
-    row = ledger.known(step)
+    row = ledger.required(step)
     if not learner.chooses_a_part or "newest_version" in row:  # drawn from a gathered store, which has no phases
         return None
     if "rollout" not in row:
@@ -320,7 +320,7 @@ def recorded_admission(pipeline: Pipeline, learner: Learner, ledger: StepRows, s
         return learner.admitted_rows(step, keep=lambda fresh: of_rollouts(store, fresh, of_this, pipeline)).row_ids
     # What an earlier step began is too old by now.
     first = max(step - pipeline.max_staleness, 1)
-    begun = {ledger.known(earlier)["rollout"] for earlier in range(first, step + 1)}
+    begun = {ledger.required(earlier)["rollout"] for earlier in range(first, step + 1)}
     return learner.admitted_rows(step, keep=lambda fresh: of_rollouts(store, fresh, begun, pipeline)).row_ids
 
 
@@ -407,7 +407,7 @@ class RecordedLedger(Source):
 
     def next(self, step: int, stop: StopRequest) -> StepBatch | None:
         """Take the rows that the ledger names; the reward is that of the rollout that the step begins."""
-        recorded = self._recorded.known(step)
+        recorded = self._recorded.required(step)
         recorded_ids = np.asarray(recorded["row_ids"], np.int64)
         at = np.searchsorted(self._rows, recorded_ids)
         is_stored = self._rows[np.minimum(at, len(self._rows) - 1)] == recorded_ids

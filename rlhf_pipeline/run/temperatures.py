@@ -77,7 +77,7 @@ def check_known(pipeline: Pipeline, overrides: Iterable[tuple[str, str]], choice
 def replayed_at(run: RunFolder, choice: Choice) -> float | None:
     """Return `sampled_at` of what a run over stores learns from: of its own store, if it has gathered all of it."""
     if gathered_counts(run) is not None:
-        with TrajectoryStore.open(run.store_path) as own:
-            return sampled_at([(own, None)])
+        with TrajectoryStore.open(run.store_path) as run_store:
+            return sampled_at([(run_store, None)])
     with open_sources([source.path for source in choice.sources]) as stores:
         return sampled_at((store, choice.row[choice.source == number]) for number, store in enumerate(stores))

@@ -25,8 +25,8 @@ def template_notices(pipeline: Pipeline, policy: TokenPolicy) -> list[str]:
     makers = maker.makers.values() if isinstance(maker, Environments) else [maker]
     template, ends = template_options(pipeline.prompts), end_texts(codec, policy.eos_token_ids)
     notices = dict[str, None]()
-    for one in makers:
-        tools = [schema_of(tool) for tool in tools_of(one)]
+    for environment in makers:
+        tools = [schema_of(tool) for tool in tools_of(environment)]
         call_format = call_format_of(codec, tools, template=template, ends=ends) if tools else None
         if call_format is not None and call_format.most_calls is not None:
             sentence = "shows one call per turn: a turn with several calls is answered with an error, and none is made."

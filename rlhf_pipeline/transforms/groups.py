@@ -506,7 +506,8 @@ class Graded(NamedTuple):
             return graded
         each = list(torch.cat(self.turns).split(turns.tolist()))
         largest = [
-            one[one.abs().argmax()].double() if len(one) else torch.zeros((), dtype=torch.float64) for one in each
+            advantages[advantages.abs().argmax()].double() if len(advantages) else torch.zeros((), dtype=torch.float64)
+            for advantages in each
         ]
         return graded._replace(advantages=torch.stack(largest), turns=each)
 

@@ -89,7 +89,7 @@ class Sampled:
         return [*itertools.compress(self.ids, self.mask)]
 
     @property
-    def asked(self) -> list[Mapping[str, Any]]:
+    def prompt_messages(self) -> list[Mapping[str, Any]]:
         """The prompt as messages."""
         if self.conversation is not None:
             return [*self.conversation[: self.num_asked]]
@@ -125,7 +125,7 @@ Getter = Callable[[Sampled], Any]
 _OWN: Final[dict[str, Getter]] = {
     "prompt": lambda row: row.prompt.text,
     "completion": lambda row: row.completion,
-    "messages": lambda row: row.asked + row.completed_messages,
+    "messages": lambda row: row.prompt_messages + row.completed_messages,
     "answer": lambda row: row.prompt.meta.get("answer") if row.prompt.answer is None else row.prompt.answer,
     "meta": lambda row: row.prompt.meta,
     "token_ids": lambda row: row.token_ids,
@@ -145,7 +145,7 @@ _MORE: Final[dict[str, Getter]] = {
 }
 """Further names, of which a column comes first."""
 _TRL: Final[dict[str, Getter]] = {
-    "prompts": lambda row: row.asked if _chat(row) else row.prompt.text,
+    "prompts": lambda row: row.prompt_messages if _chat(row) else row.prompt.text,
     "completions": lambda row: row.completed_messages if _chat(row) else row.completion,
     "completion_ids": lambda row: row.token_ids,
     "environments": _environment,
@@ -336,12 +336,12 @@ class BoundRewards:
     Attributes:
         forms: how each is called.
         columns: those that they were bound to; None if they are not known.
-        named: they have columns of their own in the store; one plain function has `task_reward` alone.
+        has_columns: they have columns of their own in the store; one plain function has `task_reward` alone.
     """
 
     forms: tuple[Form, ...]
     columns: tuple[str, ...] | None
-    named: bool
+    has_columns: bool
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
@@ -381,5 +381,5 @@ def bind(
     return BoundRewards(
         forms=tuple(form_of(each, columns) for each in rewards_of(reward)),
         columns=None if columns is None else tuple(columns),
-        named=has_columns(reward),
+        has_columns=has_columns(reward),
     )

@@ -213,7 +213,7 @@ class _Observation:
             return self._unknown(place, f"beyond {MOST_OBJECTS:,} objects, or {_DEEPEST} deep")
         self._within[id(value)] = len(self._within)
         self._alive.append(value)
-        digest = self._digests[id(value)] = self._held(value, place)
+        digest = self._digests[id(value)] = self._container_digest(value, place)
         del self._within[id(value)]
         return digest
 
@@ -229,7 +229,7 @@ class _Observation:
         folder = f"{Path(self._main).parent}/" if self._main else ""
         return f"./{text[len(folder) :]}" if folder and text.startswith(folder) else text
 
-    def _held(self, value: Any, place: str) -> bytes:
+    def _container_digest(self, value: Any, place: str) -> bytes:
         """Return the digest of a value that may hold others."""
         kind = type(value).__qualname__
         if isinstance(value, enum.Enum):

@@ -365,7 +365,7 @@ class Segment(ABC):
         for row in np.flatnonzero(unknown).tolist():
             at = int(right.searchsorted(row))
             beside = [int(right[i]) for i in (at - 1, at) if 0 <= i < len(right)]
-            beside.sort(key=lambda other: sources[other] != sources[row])
+            beside.sort(key=lambda place: sources[place] != sources[row])
             times[row] = times[beside[0]] if beside else self.meta.created_ns
 
     @property

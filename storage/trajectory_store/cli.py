@@ -254,8 +254,8 @@ def _show(typed: argparse.Namespace) -> CommandReport:
             lines.append(f"id {row_id}")
             lines += [f"  {name}: {_short(rows[name][i])}" for name in names]
         plainly = list(plain_rows(store, printed_ids, names)) if typed.json else []
-    shown = f"; {hidden} internal or empty columns are hidden: --all prints them" if hidden else ""
-    lines.append(f"{len(printed_ids):,} of {len(selection.ids):,} trajectories{selection.note}{shown}")
+    hidden_note = f"; {hidden} internal or empty columns are hidden: --all prints them" if hidden else ""
+    lines.append(f"{len(printed_ids):,} of {len(selection.ids):,} trajectories{selection.note}{hidden_note}")
     facts = {"store": typed.store, "matching": len(selection.ids), "rows": plainly, "damaged_ids": selection.damaged}
     return CommandReport(facts, lines, ["stats", typed.store])
 

@@ -80,8 +80,8 @@ def rllm(row: Fields) -> RawRollouts:
 
 def _split_and_step(row: Fields) -> tuple[str, int | None]:
     """Return the split and the step of `trajectories/SPLIT/STEP.jsonl` or `.parquet` of ART."""
-    named = re.search(r"trajectories/([^/]+)/(\d+)\.(?:jsonl|parquet)", row.path.as_posix())
-    return ("", None) if named is None else (named[1], int(named[2]))
+    match = re.search(r"trajectories/([^/]+)/(\d+)\.(?:jsonl|parquet)", row.path.as_posix())
+    return ("", None) if match is None else (match[1], int(match[2]))
 
 
 def _unit_of_art(row: Fields) -> str:

@@ -160,8 +160,8 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
         num_replies = len(prompt) - len(whole["tokens"])
         whole["tokens"] = [*prompt, *ids]
         whole["mask"] += [0] * num_replies + [1] * len(ids)
-        for name, given in (("scores", scores), ("reference", reference)):
-            whole[name] += [None] * num_replies + (list(given) if given is not None else [None] * len(ids))
+        for name, log_probs in (("scores", scores), ("reference", reference)):
+            whole[name] += [None] * num_replies + (list(log_probs) if log_probs is not None else [None] * len(ids))
         whole["timestamp"] = steps[place].get("timestamp")
         whole["texts"].append(message_text(_messages(steps[place])[0]))
         before = place + 1

@@ -51,7 +51,7 @@ class RolloutModel:
         defaults = getattr(model, "generation_config", None)
         self.eos_token_ids = model.eos_token_ids if self.is_policy else end_token_ids(model, None)
         model_padding = getattr(model, "pad_token_id", None)
-        self.pad_token_id = padding_id(model, defaults, given=model_padding, ends=tuple(self.eos_token_ids))
+        self.pad_token_id = padding_id(model, defaults, configured=model_padding, ends=tuple(self.eos_token_ids))
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self.max_positions: int | None = positions if self.policy is None else self.policy.max_positions
 

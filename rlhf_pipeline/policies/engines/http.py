@@ -443,7 +443,7 @@ class _ServerCall:
                 return [Row() for _ in range(job.members)]
             name = f"{engine._owner}-{uuid.uuid4().hex}"
             try:
-                with self._named(name):
+                with self._open_request(name):
                     status, reply = engine._exchange(
                         "POST",
                         "/inference/v1/generate",
@@ -471,7 +471,7 @@ class _ServerCall:
         return [Row() for _ in range(job.members)]
 
     @contextlib.contextmanager
-    def _named(self, name: str) -> Iterator[None]:
+    def _open_request(self, name: str) -> Iterator[None]:
         with self._lock:
             self._open.add(name)
         try:

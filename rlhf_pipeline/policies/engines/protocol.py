@@ -84,16 +84,16 @@ class Request:
         if not (self.temperature >= 0 and np.isfinite(self.temperature)):
             raise DefinitionError(f"temperature is {self.temperature}; it must be a finite number >= 0.")
         lengths = np.array([len(p) for p in self.prompts], dtype=np.int64)
-        given = np.asarray(self.max_new_tokens, dtype=np.int64)
-        if given.ndim == 0:
-            limits = np.full(self.count, int(given), dtype=np.int64)
-        elif given.shape == (len(self.prompts),):
-            limits = np.repeat(given, self.group_size)
-        elif given.shape == (self.count,):
-            limits = given.copy()
+        requested = np.asarray(self.max_new_tokens, dtype=np.int64)
+        if requested.ndim == 0:
+            limits = np.full(self.count, int(requested), dtype=np.int64)
+        elif requested.shape == (len(self.prompts),):
+            limits = np.repeat(requested, self.group_size)
+        elif requested.shape == (self.count,):
+            limits = requested.copy()
         else:
             raise DefinitionError(
-                f"max_new_tokens has shape {given.shape}; give one number, one per prompt ({len(self.prompts)}) "
+                f"max_new_tokens has shape {requested.shape}; give one number, one per prompt ({len(self.prompts)}) "
                 f"or one per completion ({self.count})."
             )
         if self.count and limits.min() < 1:

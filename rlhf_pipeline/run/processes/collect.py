@@ -99,7 +99,9 @@ def collect(
                 claims=claims(FreeRollouts(rollouts, flow), parts.buffer.store),
                 rollouts=rollouts,
                 evaluator=evaluator,
-                asked=None if evaluator is None else claims(RequestedEvaluations(evaluator.stored), evaluator.store),
+                evaluation_claims=None
+                if evaluator is None
+                else claims(RequestedEvaluations(evaluator.stored), evaluator.store),
                 heartbeat=heartbeat,
                 on_event=on_event,
                 stop=stop,
@@ -125,7 +127,7 @@ class _Worker:
     claims: Claims
     rollouts: Rollouts
     evaluator: Evaluator | None
-    asked: Claims | None
+    evaluation_claims: Claims | None
     """On evaluations."""
     heartbeat: Heartbeat
     on_event: EventHandler
@@ -160,7 +162,7 @@ class _Worker:
                 continue
             done = False
             try:
-                (self._one if claims is self.claims else self._evaluate)(number, published)
+                (self._store_rollout if claims is self.claims else self._evaluate)(number, published)
                 done = True
             except LeaseLostError as error:
                 tell(self.on_event, str(error))
@@ -173,9 +175,13 @@ class _Worker:
 
     def _claim(self, published: Published) -> tuple[Claims, int | None]:
         """Claim an evaluation that the learner asks for and that no collector does, else a rollout."""
-        step = None if self.asked is None or not published.evaluate else self.asked.claim(published)
-        if self.asked is not None and step is not None:
-            return self.asked, step
+        step = (
+            None
+            if self.evaluation_claims is None or not published.evaluate
+            else self.evaluation_claims.claim(published)
+        )
+        if self.evaluation_claims is not None and step is not None:
+            return self.evaluation_claims, step
         return self.claims, self.claims.claim(published)
 
     def _evaluate(self, step: int, published: Published) -> None:
@@ -196,7 +202,7 @@ class _Worker:
             self.evaluator.evaluate(step, self.stop, digests={step: requested.digest}, due=True)
         self.freed.give_back()
 
-    def _one(self, rollout: int, published: Published) -> None:
+    def _store_rollout(self, rollout: int, published: Published) -> None:
         """Store a rollout and record it."""
         self._take_weights(published)
         self.digests = {self.version: self.digests[self.version]}

@@ -45,9 +45,9 @@ class RemoteEvaluations(Evaluations):
         """Return the figures of the newest evaluation that has arrived of each set, with its step."""
         return self._arrived() if step else {}
 
-    def kept(self, step: int) -> set[int]:
+    def retained_steps(self, step: int) -> set[int]:
         """Return the best step, and those that may turn out to be."""
-        return super().kept(step) | (set() if self._deciding is None else {*self.asked})
+        return super().retained_steps(step) | (set() if self._deciding is None else {*self.asked})
 
     def wait(self, stop: StopRequest) -> bool:
         """Wait for all that was asked for."""

@@ -108,7 +108,7 @@ class Rollouts(ABC):
     def get(self, rollout: int) -> StoredRollout | None:
         """Return the record of a rollout, or None if it is not stored."""
 
-    def known(self, rollout: int) -> StoredRollout:
+    def required(self, rollout: int) -> StoredRollout:
         """Return the record of a rollout that must be stored."""
         stored = self.get(rollout)
         if stored is None:

@@ -282,7 +282,7 @@ class Supervisor:
     def _tell(self, message: str, level: Literal["info", "warning"] = "warning") -> None:
         self.on_event(Notice(message=message, level=level))
 
-    def _steps_taken(self, _said: Mapping[str, Any]) -> int:
+    def _steps_taken(self, _heartbeat: Mapping[str, Any]) -> int:
         return self.metrics.rows.last_step
 
 

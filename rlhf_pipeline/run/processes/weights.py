@@ -82,10 +82,10 @@ def publish(
     earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
     retained = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
     retained += [version_folder(folder, version, digest) for version, digest in published.evaluate.items()]
-    for other in earlier:
-        if other not in retained:  # too old, or of steps that the run has lost
-            remove_folder(other)
-            run.drop(other)
+    for stale in earlier:
+        if stale not in retained:  # too old, or of steps that the run has lost
+            remove_folder(stale)
+            run.drop(stale)
     return published
 
 

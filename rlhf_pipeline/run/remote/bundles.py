@@ -171,11 +171,11 @@ class BundledFolders:
 
     def _all_kept(self) -> dict[str, Files]:
         if self._kept is None:
-            self._kept = self._found()
+            self._kept = self._listed_folders()
             self._sweep(set(self._bucket.keys(f"{PACKS}/")))
         return self._kept
 
-    def _found(self) -> dict[str, Files]:
+    def _listed_folders(self) -> dict[str, Files]:
         names = [f"{parent}/{name}" for parent in SEALED for name in self.names(parent)]
         read = zip(names, self._bucket.get_many([f"{name}.json" for name in names]), strict=True)
         return {name: _files_of(raw, name) for name, raw in read if raw is not None}

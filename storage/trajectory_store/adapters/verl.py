@@ -86,11 +86,11 @@ def _plain_buffer(arguments: dict[str, Any]) -> Any:
         settings = arguments["sampler_kwargs"]._get_root()
     else:
         builder, settings = type(trainer), trainer.config
-    other = copy.deepcopy(settings)
+    copied = copy.deepcopy(settings)
     extras.load("omegaconf", "verl's settings").OmegaConf.update(
-        other, "trainer.v1.sampler.custom_sampler", None, force_add=True
+        copied, "trainer.v1.sampler.custom_sampler", None, force_add=True
     )
-    view = _Trainer(builder if trainer is None else trainer, other, arguments["trainer_mode"], refill)
+    view = _Trainer(builder if trainer is None else trainer, copied, arguments["trainer_mode"], refill)
     return builder._build_replay_buffer(view)
 
 

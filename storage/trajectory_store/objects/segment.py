@@ -811,7 +811,10 @@ class ObjectSegment(Segment):
         """Return the rows that a damaged update was for, or None if they are not known."""
         if self.sealed is not None:
             self.find_damage(slice(0, self.rows), (TARGET,))
-            if any(one.array == TARGET and one.first < gap.end and gap.first < one.end for one in self.gaps):
+            if any(
+                gap_of_targets.array == TARGET and gap_of_targets.first < gap.end and gap.first < gap_of_targets.end
+                for gap_of_targets in self.gaps
+            ):
                 return None
             return np.array(self.array(TARGET)[gap.first : gap.end])
         try:
@@ -819,7 +822,7 @@ class ObjectSegment(Segment):
         except (StoreError, FileNotFoundError, IndexError):
             return None
         first = self.history[gap.seq].rows_end - self.history[gap.seq].n_rows
-        damaged = any(one.first < gap.end and gap.first < one.end for one in gaps)
+        damaged = any(damage.first < gap.end and gap.first < damage.end for damage in gaps)
         return None if damaged else targets[gap.first - first : gap.end - first]
 
     def extent(self, spec: ArraySpec, seq: int) -> tuple[int, int]:

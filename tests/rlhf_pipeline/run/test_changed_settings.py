@@ -182,7 +182,7 @@ def test_what_is_no_matter_of_the_weights_acts_where_it_shows(tmp_path):
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
         f"step-{step:08d}" for step in (0, 2, 3, 4)
     ]
-    line = RunFolder(tmp_path).metrics.known(4)
+    line = RunFolder(tmp_path).metrics.required(4)
     assert "mfu" in line
     assert line["mine"] == 1.0
     assert any((tmp_path / "logs").iterdir())

@@ -371,7 +371,7 @@ def test_stored_rollouts_are_told_once_and_in_order(memory):
     assert rollouts.get(4) == stored_rollout(4)
     assert rollouts.get(9) is None
     with pytest.raises(DataError, match="rollout 9"):
-        rollouts.known(9)
+        rollouts.required(9)
 
 
 def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
