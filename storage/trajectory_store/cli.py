@@ -213,24 +213,23 @@ def _stats(typed: argparse.Namespace) -> CommandReport:
 
 
 def _figures(store: TrajectoryStore, ids: Any) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each column over the values that were supplied: of ragged ones and texts their lengths."""
+    """Yield the figures of each column over the rows that have a value in it: of ragged ones and texts the lengths."""
     import numpy as np
 
     for column in store.schema:
-        supplied = ids[store.present(column.name, ids)]
+        rows = ids[store.has_value(column.name, ids)]
         kind = f"{column.dtype}[]" if column.ragged else column.dtype
         kind += f" x{list(column.shape)}" if column.shape else ""
         lengths = column.axis is not None
-        values = store.lengths(column.name, supplied) if lengths else store.read_scalars(column.name, supplied)
-        numbers = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+        values = store.lengths(column.name, rows) if lengths else store.read_scalars(column.name, rows)
         low, mean, high = (
-            (float(numbers.min()), float(numbers.mean(dtype=np.float64)), float(numbers.max()))
-            if len(numbers)
+            (float(values.min()), float(values.mean(dtype=np.float64)), float(values.max()))
+            if len(values)
             else (None, None, None)
         )
         unit = "" if not lengths else "bytes" if column.is_text else "elements"
         yield {
-            **{"column": column.name, "type": kind, "given": len(supplied), "unit": unit},
+            **{"column": column.name, "type": kind, "given": len(rows), "unit": unit},
             **{"min": low, "mean": mean, "max": high},
         }
 
@@ -261,10 +260,13 @@ def _show(typed: argparse.Namespace) -> CommandReport:
 
 
 def _is_of_interest(store: TrajectoryStore, name: str, ids: Any) -> bool:
-    """Return whether `show` prints a column: not if it is for the machinery, or no row was given a value of it."""
+    """Return whether `show` prints a column: one for the machinery, or without a value in these rows, only on request.
+
+    Those that come first are always printed: a reward that is missing is of interest.
+    """
     from trajectory_store.recorder.standard import MACHINERY
 
-    return name not in MACHINERY and bool(store.present(name, ids).any())
+    return name in _FIRST or (name not in MACHINERY and bool(store.has_value(name, ids).any()))
 
 
 def _short(value: Any) -> str:

@@ -317,14 +317,7 @@ class StoreReads:
         def missing(name: str) -> npt.NDArray[np.bool_]:
             if callable(names.get(name)):
                 return np.zeros(len(reader.ids), bool)
-            read_column = column(name)
-            absent = ~reader.present(read_column)
-            if read_column.axis is not None and not read_column.is_text:
-                return absent
-            values = read(name)
-            if isinstance(values, Texts):
-                return absent | (values.lengths() == 0)
-            return absent | np.isnan(values) if values.dtype.kind == "f" else absent
+            return ~_has_value(reader, column(name))
 
         source = Operands(read=read, lengths=lengths, ragged=ragged, missing=missing)
         return reader.ids[np.broadcast_to(evaluate(condition, source), len(reader.ids))]
@@ -567,6 +560,14 @@ class StoreReads:
         store_column = self.schema[column]
         return self._reader(ids, [store_column], checked=checked).present(store_column)
 
+    @following
+    def has_value(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> npt.NDArray[np.bool_]:
+        """Return whether a value was given that is neither NaN nor an empty text: `[B]` bool.
+
+        It is what `column is not None` means in a condition.
+        """
+        return _has_value(self._reader(ids, (), checked=checked), self.schema[column])
+
     # Helpers
 
     def _reader(
@@ -594,6 +595,17 @@ class StoreReads:
             raise StoreClosedError(f"the store {self.path} is closed. Open it again with TrajectoryStore.open.")
         if self._catalog.is_doubtful:
             self._catalog.begin_again()
+
+
+def _has_value(reader: ColumnReader, column: Column) -> npt.NDArray[np.bool_]:
+    """Return which rows have a value that is neither NaN nor an empty text; text itself is not read."""
+    present = reader.present(column)
+    if column.is_text:
+        return present & (reader.spans(column).lengths > 0)
+    if column.axis is not None or column.np_dtype.kind != "f":
+        return present
+    reader.fetch([column])
+    return present & ~np.isnan(reader.scalars(column))
 
 
 def _ids_of(damage: Iterable[tuple[Segment, Gap, Int64Array]]) -> Int64Array:

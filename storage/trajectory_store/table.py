@@ -249,11 +249,9 @@ class StoreTable(StoreReads):
         if self._closed:
             return f"<p>{html.escape(repr(self))}</p>"
         newest = self.positions()[-_SHOWN_ROWS:]
-        supplied = [column.name for column in self.schema if self.present(column.name, newest).any()]
-        rows, names = self.read(newest, supplied), ["id", *supplied]
-        cells = [
-            [str(row_id), *(_cell(rows[name][i]) for name in supplied)] for i, row_id in enumerate(newest.tolist())
-        ]
+        columns = [column.name for column in self.schema if self.has_value(column.name, newest).any()]
+        rows, names = self.read(newest, columns), ["id", *columns]
+        cells = [[str(row_id), *(_cell(rows[name][i]) for name in columns)] for i, row_id in enumerate(newest.tolist())]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
         return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"

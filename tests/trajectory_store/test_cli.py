@@ -146,7 +146,7 @@ def test_show_begins_with_text_reward_and_group(tmp_path: Path, capsys: pytest.C
     assert main(["show", str(tmp_path / "store"), "--num", "1"]) == 0
     names = re.findall(r"^  (\w+):", capsys.readouterr().out, flags=re.MULTILINE)
     assert names[:4] == ["prompt", "completion", "task_reward", "group_id"]
-    assert not {"slot", "waiting", "priority", "ref_log_probs"} & {*names}
+    assert not {"slot", "waiting", "priority", "ref_log_probs", "advantage", "finish_reason"} & {*names}
     assert main(["show", str(tmp_path / "store"), "--num", "1", "--all"]) == 0
     listed = re.findall(r"^  (\w+):", capsys.readouterr().out, flags=re.MULTILINE)
     with TrajectoryStore.open(tmp_path / "store") as store:
@@ -155,6 +155,8 @@ def test_show_begins_with_text_reward_and_group(tmp_path: Path, capsys: pytest.C
     figures = {column["column"]: column for column in json.loads(capsys.readouterr().out)["columns"]}
     assert figures["priority"]["given"] == 0
     assert figures["priority"]["mean"] is None
+    without = ("advantage", "temperature", "finish_reason", "failure_reason")  # NaN, or an empty text
+    assert [figures[name]["given"] for name in ("task_reward", *without)] == [1, 0, 0, 0, 0]
     assert figures["policy_version"]["mean"] == 7
 
 
