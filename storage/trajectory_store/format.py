@@ -29,7 +29,9 @@ from trajectory_store.ragged import Int64Array
 from trajectory_store.schema import Fill, Schema
 
 FORMAT_NAME = "ragged-trajectories"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
+OLDEST_VERSION = 5
+"""Of what is read. In segments of this version, blocks are counted from where each commit begins."""
 KEY = "zarr.json"
 """The metadata of the store, of its catalog, and of a segment, whose writer holds the lock of it."""
 COMMITS = "commits"
@@ -141,6 +143,7 @@ class SegmentMeta:
     store: str = ""
     sources: tuple[tuple[int, int], ...] = ()
     created_ns: int = field(default_factory=lambda: time_after(0))
+    version: int = FORMAT_VERSION
 
     @functools.cached_property
     def internal_rows(self) -> tuple[str, ...]:
@@ -176,7 +179,7 @@ class SegmentMeta:
         attributes = {f.name: getattr(self, f.name) for f in fields(self)}
         attributes |= {"elems_cap": dict(self.elems_cap), "schema": self.schema.to_json()}
         attributes |= {"sources": [list(source) for source in self.sources]}
-        return {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "segment", **attributes}
+        return {"format": FORMAT_NAME, "version": self.version, "role": "segment", **attributes}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any], where: str) -> SegmentMeta:
@@ -195,6 +198,7 @@ class SegmentMeta:
                 store=str(attributes["store"]),
                 sources=tuple(_source(*fields) for fields in attributes["sources"]),
                 created_ns=checked_int(attributes["created_ns"]),
+                version=attributes["version"],
             )
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise CorruptionError(f"{where} is damaged: an attribute is missing or wrong ({error}).") from None
@@ -232,14 +236,15 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
         raise NotAStoreError(
             f"{where} is not the metadata of a trajectory {role}. Give the folder that TrajectoryStore.create made."
         )
-    if version != FORMAT_VERSION:
+    if version not in range(OLDEST_VERSION, FORMAT_VERSION + 1):
         way_out = (
             "Install a newer release of rlhf-pipeline"
             if isinstance(version, int) and version > FORMAT_VERSION
             else "No release has written it; make the store again"
         )
         raise FormatVersionError(
-            f"{where} is format version {version!r}; this release reads version {FORMAT_VERSION}. {way_out}."
+            f"{where} is format version {version!r}; this release reads versions {OLDEST_VERSION} to {FORMAT_VERSION}. "
+            f"{way_out}."
         )
     return cast("dict[str, Any]", attributes)
 
@@ -485,13 +490,60 @@ def block_elements(spec: ArraySpec) -> int:
     return max(1, BLOCK_BYTES // spec.itemsize)
 
 
-def block_crcs(raw: npt.NDArray[np.uint8], size: int) -> list[int]:
-    """Return the CRC32C of each block of `size` bytes; the last one may be shorter."""
-    if len(raw) <= size:
+class Blocks(NamedTuple):
+    """The blocks of what a commit wrote to an array; the elements are numbered as in the segment.
+
+    They end where those of the whole array do, on a local disk at the end of a page: what a reader compares, it does
+    not read two pages for. The block at each end of a commit may be shared with the commit beside it, which has a
+    checksum of its own part.
+
+    Attributes:
+        start: the first element.
+        stop: one past the last element.
+        size: the elements of a block.
+        origin: where the first block begins, which may be before `start`.
+        before: the blocks of the commit before these.
+    """
+
+    start: int
+    stop: int
+    size: int
+    origin: int
+    before: int = 0
+
+    @property
+    def end(self) -> int:
+        """The blocks of the commit up to the last of these."""
+        return self.before + (-(-(self.stop - self.origin) // self.size) if self.stop > self.start else 0)
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Return the first element of a block, and one past the last element of another."""
+        return max(self.start, self.origin + first * self.size), min(self.origin + (last + 1) * self.size, self.stop)
+
+    def crcs(self, raw: npt.NDArray[np.uint8], itemsize: int, first: int = 0) -> list[int]:
+        """Return the CRC32C of each block of the bytes that begin with block `first`."""
+        return block_crcs(raw, self.size * itemsize, 0 if first else (self.start - self.origin) * itemsize)
+
+
+def block_crcs(raw: npt.NDArray[np.uint8], size: int, absent: int = 0) -> list[int]:
+    """Return the CRC32C of each block of `size` bytes; the first lacks some, and the last may be shorter."""
+    lead = size - absent
+    if len(raw) <= lead:
         return [crc32c(raw)] if len(raw) else []
+    crcs = list[int]()
+    if absent:
+        crcs.append(crc32c(raw[:lead]))
+        raw = raw[lead:]
     whole = len(raw) - len(raw) % size
-    crcs = [*map(crc32c, raw[:whole].reshape(-1, size))]
-    return crcs if whole == len(raw) else [*crcs, crc32c(raw[whole:])]
+    crcs += map(crc32c, raw[:whole].reshape(-1, size))
+    if whole < len(raw):
+        crcs.append(crc32c(raw[whole:]))
+    return crcs
+
+
+def origin_of(start: int, size: int, version: int) -> int:
+    """Return where the first block of a commit begins that writes elements of an array from `start` on."""
+    return start - start % size if version > OLDEST_VERSION else start
 
 
 def to_hex(crcs: Iterable[int]) -> str:

@@ -386,8 +386,9 @@ class LocalWriter(SegmentWriter):
                     ends[spec.axis] = int(values[-1])
             if len(values):
                 raw, (itemsize, block_bytes) = values.view(np.uint8), self._sizes[name]
-                fs.pwrite(self._fds[name], raw, start * itemsize)
-                crcs += block_crcs(raw, block_bytes)  # after the write: now it is in the cache
+                place = start * itemsize
+                fs.pwrite(self._fds[name], raw, place)
+                crcs += block_crcs(raw, block_bytes, place % block_bytes)  # after the write: now it is in the cache
         checks = np.array(crcs, "<u4").view(np.uint8)
         fs.pwrite(self._fds[CHECKS], checks, 4 * self._checks_end)
         return ends, crc32c(checks), self._checks_end + len(crcs)

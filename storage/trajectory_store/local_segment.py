@@ -33,10 +33,10 @@ from trajectory_store.format import (
     ROW_TIME,
     TARGET,
     ArraySpec,
+    Blocks,
     Log,
     Record,
     SegmentMeta,
-    block_crcs,
     block_elements,
     checks_path,
     chunk_path,
@@ -46,6 +46,7 @@ from trajectory_store.format import (
     group_json,
     mark_path,
     offsets_name,
+    origin_of,
     parse_mark,
     read_whole,
     spec_json,
@@ -423,36 +424,37 @@ class LocalSegment(Segment):
         crcs = self._block_crcs(record, self._count(parts))
         if crcs is None:
             return None
-        part, before = parts[name]
-        size = block_elements(spec)
+        blocks = parts[name]
         if len(rows) == record.n_rows or (once_more and total <= AGAIN_BYTES):
-            matches = self._blocks_match(name, part, size, crcs[before:], range(-(-len(part) // size)))
+            matches = self._blocks_match(name, blocks, crcs, range(blocks.end - blocks.before))
             return [slice(first, end)] if matches else None
         if spec.axis is None or spec.edges:
-            blocks = distinct((rows - first) // size)
-            compared = [slice(first + block * size, min(first + (block + 1) * size, end)) for block in blocks]
-            return [*compared] if self._blocks_match(name, part, size, crcs[before:], blocks) else None
+            numbers = distinct((rows + spec.edges - blocks.origin) // blocks.size)
+            spans = (blocks.span(number, number) for number in numbers)
+            compared = [slice(begin - spec.edges, stop - spec.edges) for begin, stop in spans]
+            return [*compared] if self._blocks_match(name, blocks, crcs, numbers) else None
         offsets = self.part(offsets_name(spec.axis), first, end + 1)
-        starts, stops = offsets[rows - first] - part.start, offsets[rows - first + 1] - part.start
-        if int(starts.min()) < 0 or int((stops - starts).min()) < 0 or int(stops.max()) > len(part):
+        starts, stops = offsets[rows - first], offsets[rows - first + 1]
+        if int(starts.min()) < blocks.start or int((stops - starts).min()) < 0 or int(stops.max()) > blocks.stop:
             return None
-        spans = zip((starts // size).tolist(), (-(-stops // size)).tolist(), strict=True)
-        blocks = sorted(set(itertools.chain.from_iterable(itertools.starmap(range, spans))))
-        return [rows] if self._blocks_match(name, part, size, crcs[before:], blocks) else None
+        lows, highs = (starts - blocks.origin) // blocks.size, -((blocks.origin - stops) // blocks.size)
+        ranges = itertools.starmap(range, zip(lows.tolist(), highs.tolist(), strict=True))
+        numbers = sorted(set(itertools.chain.from_iterable(ranges))) if blocks.stop > blocks.start else []
+        return [rows] if self._blocks_match(name, blocks, crcs, numbers) else None
 
-    def _blocks_match(self, name: str, part: range, size: int, crcs: Int64Array, blocks: Sequence[int]) -> bool:
+    def _blocks_match(self, name: str, blocks: Blocks, crcs: Int64Array, numbers: Sequence[int]) -> bool:
         """Return whether blocks of an array of a commit match their checksums; adjacent ones are read together."""
-        itemsize, i = self.specs[name].itemsize, 0
-        while i < len(blocks):
+        itemsize, i, right = self.specs[name].itemsize, 0, crcs[blocks.before : blocks.end]
+        while i < len(numbers):
             j = i + 1
-            while j < len(blocks) and blocks[j] == blocks[j - 1] + 1:
+            while j < len(numbers) and numbers[j] == numbers[j - 1] + 1:
                 j += 1
-            begin, end = part.start + blocks[i] * size, min(part.start + (blocks[j - 1] + 1) * size, part.stop)
+            first, last = numbers[i], numbers[j - 1]
             try:
-                raw = self.part(name, begin, end).view(np.uint8)
+                raw = self.part(name, *blocks.span(first, last)).view(np.uint8)
             except (CorruptionError, SegmentGoneError):
                 return False
-            if block_crcs(raw, size * itemsize) != crcs[blocks[i] : blocks[j - 1] + 1].tolist():
+            if blocks.crcs(raw, itemsize, first) != right[first : last + 1].tolist():
                 return False
             i = j
         return True
@@ -505,34 +507,35 @@ class LocalSegment(Segment):
             self.add_gap(gap)
         self._mark(name, rows)
 
-    def _parts(self, first: int, end: int) -> dict[str, tuple[range, int]] | None:
-        """Return the elements of each array that a commit wrote, and the number of blocks before them; None if odd."""
+    def _parts(self, first: int, end: int) -> dict[str, Blocks] | None:
+        """Return the blocks of what a commit wrote to each array; None if its offsets contradict each other."""
         starts, stops = ({axis: self.edge(axis, row) for axis in self.schema.axes} for row in (first, end))
         return self._parts_between(first, end, starts, stops)
 
     def _parts_between(
         self, first: int, end: int, starts: Mapping[str, int], stops: Mapping[str, int]
-    ) -> dict[str, tuple[range, int]] | None:
-        out: dict[str, tuple[range, int]] = {}
-        at = 0
-        for spec, _, block in self._layout:
+    ) -> dict[str, Blocks] | None:
+        out: dict[str, Blocks] = {}
+        at, version = 0, self.meta.version
+        for spec, _, size in self._layout:
             name, _, capacity, axis, edges, *_ = spec
             start, stop = (first + edges, end + edges) if axis is None or edges else (starts[axis], stops[axis])
             if not 0 <= start <= stop <= capacity:
                 return None
-            out[name] = range(start, stop), at
-            at += -(-(stop - start) // block)
+            out[name] = blocks = Blocks(start, stop, size, origin_of(start, size, version), at)
+            at = blocks.end
         return out
 
-    def _bytes(self, parts: dict[str, tuple[range, int]]) -> int:
-        return sum(len(part) * size for (part, _), (_, size, _) in zip(parts.values(), self._layout, strict=True))
+    def _bytes(self, parts: dict[str, Blocks]) -> int:
+        written = zip(parts.values(), self._layout, strict=True)
+        return sum((blocks.stop - blocks.start) * size for blocks, (_, size, _) in written)
 
     @functools.cached_property
     def _layout(self) -> list[tuple[ArraySpec, int, int]]:
         """The arrays, with the bytes of an element and the elements of a block."""
         return [(spec, spec.itemsize, block_elements(spec)) for spec in self.specs.values()]
 
-    def _sure_parts(self, record: Record) -> dict[str, tuple[range, int]] | None:
+    def _sure_parts(self, record: Record) -> dict[str, Blocks] | None:
         """Return the parts of a commit, also where the offset at one of its two ends is damaged.
 
         The record has the sum of the last offsets of all axes, so the value that one of them should have follows; the
@@ -559,13 +562,11 @@ class LocalSegment(Segment):
                 return parts
         return None
 
-    def _range_on(self, parts: Mapping[str, tuple[range, int]], axis: str | None) -> range:
-        """Return the elements of a commit on an axis."""
-        return next(parts[spec.name][0] for spec in self.specs.values() if spec.axis == axis and not spec.edges)
+    def _range_on(self, parts: Mapping[str, Blocks], axis: str | None) -> Blocks:
+        """Return the blocks of a column on an axis: where the elements of a commit begin and end there."""
+        return next(parts[spec.name] for spec in self.specs.values() if spec.axis == axis and not spec.edges)
 
-    def _damage_of(
-        self, record: Record, parts: dict[str, tuple[range, int]] | None, name: str, rows: Int64Array
-    ) -> list[Gap]:
+    def _damage_of(self, record: Record, parts: dict[str, Blocks] | None, name: str, rows: Int64Array) -> list[Gap]:
         """Compare the blocks of an array that hold rows of a commit; return all rows of those that differ.
 
         Of a commit whose checksums are damaged as well it is not known which: those are all its rows.
@@ -577,26 +578,27 @@ class LocalSegment(Segment):
         crcs = None if parts is None else self._block_crcs(record, self._count(parts))
         if parts is None or crcs is None:
             return [] if self._holds(record) else [Gap(seq, first, end, words)]
-        size, part, gaps = block_elements(spec), parts[name][0], list[Gap]()
+        blocks, gaps = parts[name], list[Gap]()
         starts = stops = np.empty(0, np.int64)
         if spec.axis is None or spec.edges:
-            blocks = np.unique((rows - first) // size)
+            numbers = np.unique((rows + spec.edges - blocks.origin) // blocks.size)
         else:
-            offsets = self.part(offsets_name(spec.axis), first, end + 1) - part.start
+            offsets = self.part(offsets_name(spec.axis), first, end + 1)
             starts, stops = offsets[:-1], offsets[1:]
-            holds = (starts >= 0) & (stops > starts) & (stops <= len(part))  # offsets that are damaged have a gap
+            holds = (starts >= blocks.start) & (stops > starts) & (stops <= blocks.stop)  # the others have a gap
             starts, stops = np.where(holds, starts, -1), np.where(holds, stops, -1)
             some = rows[holds[rows - first]] - first
-            begins = starts[some] // size
-            blocks = np.unique(expand(begins, (stops[some] - 1) // size + 1 - begins))
+            begins = (starts[some] - blocks.origin) // blocks.size
+            numbers = np.unique(expand(begins, (stops[some] - 1 - blocks.origin) // blocks.size + 1 - begins))
         words += f": a block of {name}"
-        for block in self._wrong_blocks(crcs, parts, name, blocks).tolist():
-            begin, stop = first + block * size, min(first + (block + 1) * size, end)
+        for number in self._wrong_blocks(crcs, parts, name, numbers).tolist():
+            low, high = blocks.span(number, number)
+            begin, stop = low - spec.edges, high - spec.edges
             hit = [(begin, stop)]
             if spec.edges and (stop < end or self.edge(spec.axis or "", end) != self._range_on(parts, spec.axis).stop):
                 hit = [(begin, min(stop + 1, self.rows))]  # where a row ends, the next one begins
             elif spec.axis is not None and not spec.edges:
-                inside = (stops > block * size) & (starts < (block + 1) * size)
+                inside = (stops > low) & (starts < high)
                 hit = ranges_of(first + np.flatnonzero(inside))
             gaps += [Gap(seq, begin, stop, words, name) for begin, stop in hit]
         if spec.edges and first in rows and self.edge(spec.axis or "", first) != self._range_on(parts, spec.axis).start:
@@ -604,21 +606,20 @@ class LocalSegment(Segment):
         return gaps
 
     def _wrong_blocks(
-        self, crcs: Int64Array, parts: Mapping[str, tuple[range, int]], name: str, blocks: Int64Array | None
+        self, crcs: Int64Array, parts: Mapping[str, Blocks], name: str, numbers: Int64Array | None
     ) -> Int64Array:
         """Return which blocks of an array of a commit, by default of all, do not match their checksums."""
-        spec, (part, before) = self.specs[name], parts[name]
-        size, wrong = block_elements(spec), list[int]()
-        if blocks is None:
-            blocks = np.arange(-(-len(part) // size))
-        for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1) if len(blocks) else ():
-            first, last = int(run[0]), int(run[-1]) + 1
-            begin, end = part.start + first * size, min(part.start + last * size, part.stop)
+        itemsize, blocks, wrong = self.specs[name].itemsize, parts[name], list[int]()
+        if numbers is None:
+            numbers = np.arange(blocks.end - blocks.before)
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1) if len(numbers) else ():
+            first, last = int(run[0]), int(run[-1])
             try:
-                actual_crcs = block_crcs(self.part(name, begin, end).view(np.uint8), size * spec.itemsize)
+                raw = self.part(name, *blocks.span(first, last)).view(np.uint8)
+                actual_crcs = blocks.crcs(raw, itemsize, first)
             except CorruptionError:  # the file ends early: block by block
-                actual_crcs = [self._crc_of(name, at, min(at + size, end)) for at in range(begin, end, size)]
-            wrong += [first + i for i, crc in enumerate(actual_crcs) if crc != crcs[before + first + i]]
+                actual_crcs = [self._crc_of(name, *blocks.span(block, block)) for block in range(first, last + 1)]
+            wrong += [first + i for i, crc in enumerate(actual_crcs) if crc != crcs[blocks.before + first + i]]
         return np.array(wrong, np.int64)
 
     def _crc_of(self, name: str, begin: int, end: int) -> int:
@@ -634,11 +635,9 @@ class LocalSegment(Segment):
         self._crcs.pop(record.seq, None)
         return parts is not None and self._block_crcs(record, self._count(parts)) is not None
 
-    def _count(self, parts: dict[str, tuple[range, int]]) -> int:
+    def _count(self, parts: dict[str, Blocks]) -> int:
         """Return the number of blocks of a commit."""
-        name = [*parts][-1]
-        part, before = parts[name]
-        return before + -(-len(part) // block_elements(self.specs[name]))
+        return [*parts.values()][-1].end
 
     def _block_crcs(self, record: Record, count: int) -> Int64Array | None:
         """Return the checksums of the blocks of a commit, or None if they do not match theirs."""
@@ -717,8 +716,8 @@ class LocalSegment(Segment):
         parts, crcs = self._parts_between(first, end, starts, stops), list[int]()
         if parts is None or (not first and any(starts.values())):
             return -1
-        for (name, (part, _)), (_, size, block) in zip(parts.items(), self._layout, strict=True):
-            crcs += block_crcs(self.part(name, part.start, part.stop).view(np.uint8), block * size)
+        for (name, blocks), (_, itemsize, _) in zip(parts.items(), self._layout, strict=True):
+            crcs += blocks.crcs(self.part(name, blocks.start, blocks.stop).view(np.uint8), itemsize)
         return crc32c(np.array(crcs, "<u4").view(np.uint8))
 
     def edge(self, axis: str, row: int) -> int:

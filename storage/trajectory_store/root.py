@@ -47,10 +47,11 @@ class Root:
     compress: bool = False
     uuid: str = field(default_factory=lambda: fs.token(16))
     created_ns: int = field(default_factory=lambda: time_after(0))
+    version: int = FORMAT_VERSION
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the store's group."""
-        attributes: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "store"}
+        attributes: dict[str, Any] = {"format": FORMAT_NAME, "version": self.version, "role": "store"}
         attributes.update({f.name: getattr(self, f.name) for f in fields(self)}, schema=self.schema.to_json())
         return attributes
 

@@ -29,6 +29,13 @@ def layout(meta: dict[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...], s
     return {k[0]: (np.dtype({"str": "u1", "bytes": "u1"}.get(k[1], k[1])).newbyteorder("<"), *k[2:]) for k in kinds}
 
 
+def blocks(raw: bytes, size: int, first: int) -> Iterator[bytes]:
+    """The parts of the blocks of an array that a commit wrote, whose elements have so many bytes, from `first` on."""
+    block = max(1, 4096 // size)
+    ends = [*range((block - first % block) * size, len(raw), block * size), len(raw)] if raw else []
+    return (raw[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+
+
 def read_files(folder: Path, meta: dict[str, Any], accepted: Any) -> tuple[dict[str, np.ndarray], list[int]]:
     """The arrays of a segment on a local disk, and the commit time of each row; -1 for rows that do not count."""
     kinds, arrays, ends = layout(meta), {}, {".rows": 0, ".edges": 1, **dict.fromkeys(meta["elems_cap"], 0)}
@@ -55,8 +62,7 @@ def read_files(folder: Path, meta: dict[str, Any], accepted: Any) -> tuple[dict[
             sums = b""
             for name, (dtype, shape, axis) in kinds.items():
                 part, item = arrays[name][before[axis] : after[axis]].tobytes(), dtype.itemsize * math.prod(shape)
-                block = max(1, 4096 // item) * item
-                sums += b"".join(struct.pack("<I", crc(part[at : at + block])) for at in range(0, len(part), block))
+                sums += b"".join(struct.pack("<I", crc(block)) for block in blocks(part, item, before[axis]))
             good, ends = crc(sums) == data_sum, after
             stored = (folder / "commits/checks").read_bytes()[4 * sums_end - len(sums) : 4 * sums_end]
             assert not good or stored == sums, f"checksums of blocks of record {i} of {folder}"
@@ -108,8 +114,9 @@ def read_objects(folder: Path, meta: dict[str, Any], _: Any) -> tuple[dict[str, 
             raw = raw if len(raw) == np.empty((sizes[axis], *shape), dtype).nbytes else zstd.decompress(raw)
             values = np.frombuffer(raw, dtype).reshape(-1, *shape)
             size, raw = dtype.itemsize * math.prod(shape), raw[8:] if axis == ".edges" else raw
-            block = max(1, 4096 // size) * size
-            sums = (f"{crc(raw[at : at + block]):08x}" for at in range(0, len(raw), block))
+            first_row = commit["rows_end"] - commit["n_rows"]
+            first = {".rows": first_row, ".edges": first_row + 1, **commit["starts"]}[axis]
+            sums = (f"{crc(block):08x}" for block in blocks(raw, size, first))
             assert "".join(sums) == commit["crc"][name], f"{name} in {path}"
             pieces[name].append(values[1:] + ends.get(name[:-8], 0) if axis == ".edges" else values)
         times, ends = times + [commit["time_ns"]] * commit["n_rows"], commit["ends"]
@@ -133,7 +140,7 @@ def read_store(path: Path) -> dict[str, Any]:
     """`ids` in the order of arrival, `watermark`, and by column `values` and `present` in that order."""
     root = json.loads((path / "zarr.json").read_bytes())["attributes"]
     rest = json.dumps({key: value for key, value in root.items() if key != "crc"}, sort_keys=True).encode()
-    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 5, root["crc"]), path
+    assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 6, root["crc"]), path
     lines = [file.read_bytes() for file in sorted((path / "catalog").glob("*.*")) if file.name != "zarr.json"]
     catalog = json.loads([line[9:-1] for line in lines if line[:9] == b"%08x " % crc(line[9:-1])][-1])
     found, updates, newest, values, present, gone = [], [], {}, {}, {}, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from trajectory_store import Column, CorruptionError, RaggedArray, TrajectorySto
 pytest.importorskip("zarr")
 OLDER = Path(__file__).parent / "data" / "older_zarr_store.zip"
 """Written when a commit had one checksum per array, and a merged segment inner chunks of 32,768 elements."""
+VERSION_5 = Path(__file__).parent / "data" / "version_5_stores.tar.xz"
+"""The same rows on both backends, written when blocks were counted from where each commit began."""
 
 ROWS, TOKENS = 4096, 900
 TOKEN_COLUMNS = {"input_ids": "int32", "mask": "bool", "log_probs": "float32"}
@@ -121,6 +124,68 @@ def test_a_store_of_an_older_writer_is_read(tmp_path: Path):
         store.compact()
         assert store.read(ids)["score"].tolist() == rows["score"].tolist()
         assert store.verify().ok
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_a_store_of_version_5_is_read_and_extended(tmp_path: Path, backend: str):
+    """Each segment has blocks by the rule of its own version: one damaged byte costs the rows of its block."""
+    shutil.unpack_archive(VERSION_5, tmp_path)
+    path = tmp_path / backend
+    scores = {0: 100.0, 1: 101.0, 30: 102.0, 31: 103.0}
+    with TrajectoryStore.open(path, "a") as store:
+        assert store.verify().ok, str(store.verify())
+        ids = store.append({"tag": np.arange(50, 60), "x": [np.full(3000, tag, np.int32) for tag in range(50, 60)]})
+        assert len(ids) == 10
+    versions = [json.loads((path / f"seg-0000000{n}/zarr.json").read_text())["attributes"]["version"] for n in (5, 7)]
+    assert versions == [5, 6]
+    with TrajectoryStore.open(path) as store:
+        rows, ids = store.read(store.ids()), store.ids()
+        assert rows["tag"].tolist() == list(range(60))
+        lengths = [3] * 10 + [4000] * 20 + [3000] * 30
+        assert [row.tolist() for row in rows["x"]] == [[tag] * n for tag, n in enumerate(lengths)]
+        assert rows["score"].tolist() == [scores.get(tag, tag / 2 if tag < 50 else 0.0) for tag in range(60)]
+        assert store.verify().ok, str(store.verify())
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    if backend == "memmap":  # the third block of the commit, with the end of its first row
+        flip(copy / "seg-00000005" / "x" / "c" / "0", 7 * 12_000 + 9_000)
+    else:  # the only block of tags
+        flip(copy / "seg-00000005" / "00000001.zip", 64)
+    damaged = ids[37:39] if backend == "memmap" else ids[37:50]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with TrajectoryStore.open(copy) as store:
+            assert store.damaged().tolist() == store.verify().damaged_ids.tolist() == damaged.tolist()
+    with TrajectoryStore.open(path, "a") as store:
+        store.compact()
+        again = store.read(ids)
+        assert [row.tolist() for row in again["x"]] == [row.tolist() for row in rows["x"]]
+        assert again["score"].tolist() == rows["score"].tolist()
+        assert store.verify().ok, str(store.verify())
+
+
+@pytest.mark.parametrize("place", [200, 3000, 21_000])
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_blocks_end_where_those_of_the_array_do(tmp_path: Path, backend: str, place: int):
+    """A commit that begins in the middle of a page: the same byte costs the same rows on both backends."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 1 << 31, 500, dtype=np.int32) for _ in range(100)]
+    with TrajectoryStore.create(tmp_path / "s", [Column("x", "int32", ragged=True)], backend=backend) as store:
+        ids = np.r_[store.append({"x": rows[:37]}), store.append({"x": rows[37:]})]
+    if backend == "memmap":
+        flip(next(tmp_path.glob("s/seg-*/x/c/0")), 37 * 2000 + place)
+    else:
+        file = next(tmp_path.glob("s/seg-*/00000001.zip"))
+        flip(file, file.read_bytes().index(rows[37].tobytes()) + place)
+    first = (37 * 2000 + place) // 4096 * 4096
+    damaged = [row for row in range(37, 100) if row * 2000 < first + 4096 and (row + 1) * 2000 > first]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with TrajectoryStore.open(tmp_path / "s") as store:
+            intact = [row for row in range(100) if row not in damaged]
+            for mine, row in zip(store.read(ids[intact])["x"], intact, strict=True):
+                np.testing.assert_array_equal(mine, rows[row])
+            assert store.damaged().tolist() == store.verify().damaged_ids.tolist() == ids[damaged].tolist()
 
 
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])

@@ -22,7 +22,6 @@ from trajectory_store import extras
 from trajectory_store.errors import CorruptionError
 from trajectory_store.format import (
     FORMAT_NAME,
-    FORMAT_VERSION,
     MAX_CRC,
     ArraySpec,
     SegmentMeta,
@@ -133,10 +132,11 @@ class Commit:
     crc: Mapping[str, int | str] = field(default_factory=dict[str, "int | str"])
     """Per array the CRC32C of each block in hexadecimal digits; a number, in older commits, is that of all values."""
     before: Sequence[Sequence[int]] = ()
+    version: int
 
     def to_json(self) -> bytes:
         """Return the group's zarr.json."""
-        fields = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "role": "commit", **asdict(self)}
+        fields = {"format": FORMAT_NAME, "version": self.version, "role": "commit", **asdict(self)}
         doc = {"zarr_format": 3, "node_type": "group", "attributes": fields}
         return json.dumps(doc, separators=(",", ":")).encode()
 
@@ -166,6 +166,7 @@ class Commit:
                 synced=bool(attributes["synced"]),
                 crc=_crcs(attributes["crc"], names),
                 before=tuple(_row_before(row, rows_end, ends) for row in attributes["before"]),
+                version=checked_int(attributes["version"], meta.version, meta.version),
             )
             if not commit.n_rows and commit.starts != ends:
                 raise ValueError("an end has elements")

@@ -313,6 +313,7 @@ class ObjectMedium(Medium):
             time_ns=segment.newest_ns + 1,
             n_rows=0,
             rows_end=segment.rows,
+            version=segment.meta.version,
             starts=last,
             ends=last,
             sealed=True,
@@ -557,7 +558,9 @@ class ObjectWriter(SegmentWriter):
     def _crcs(self, name: str, values: npt.NDArray[Any]) -> str:
         """Return the checksums of the blocks of an array; the first offset is always 0, and in none."""
         spec = self.specs[name]
-        return to_hex(block_crcs(values[spec.edges :].view(np.uint8), block_elements(spec) * spec.itemsize))
+        start = self.rows + spec.edges if spec.axis is None or spec.edges else self.ends[spec.axis]
+        size, itemsize = block_elements(spec), spec.itemsize
+        return to_hex(block_crcs(values[spec.edges :].view(np.uint8), size * itemsize, start % size * itemsize))
 
     def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
         """Return the record of the next commit, or of the end."""
@@ -571,6 +574,7 @@ class ObjectWriter(SegmentWriter):
             starts=dict(self.ends),
             ends=ends,
             before=self._block(),
+            version=self.meta.version,
             **more,
         )
 

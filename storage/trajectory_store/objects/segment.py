@@ -33,12 +33,13 @@ from trajectory_store.format import (
     RECORD_DTYPE,
     TARGET,
     ArraySpec,
+    Blocks,
     SegmentMeta,
-    block_crcs,
     block_elements,
     crc32c,
     from_hex,
     offsets_name,
+    origin_of,
 )
 from trajectory_store.objects.archive import (
     BLOCK,
@@ -742,16 +743,19 @@ class ObjectSegment(Segment):
             values = self._values(seq, spec, places, raw)
             if isinstance(crc := crcs.get(name, -1), int):  # a commit of an older writer
                 return values, [] if crc32c(values.view(np.uint8)) == crc else whole
-            size = block_elements(spec)
+            start, size = self.extent(spec, seq)[1] + spec.edges, block_elements(spec)
+            stop = start + count - spec.edges
+            blocks = Blocks(start, stop, size, origin_of(start, size, self.meta.version))
             inner = values[1:] if spec.edges else values
-            right = from_hex(crc, -(-(count - spec.edges) // size)).tolist()
+            right = from_hex(crc, blocks.end).tolist()
         except (CorruptionError, ValueError) as error:
             why = str(error).rstrip(".") if isinstance(error, CorruptionError) else words
             zeros = np.zeros(count * (spec.itemsize // spec.dtype.itemsize), spec.dtype)
             return zeros, [whole[0]._replace(why=why)]
-        gaps, actual_crcs = list[Gap](), block_crcs(inner.view(np.uint8), size * spec.itemsize)
+        gaps, actual_crcs = list[Gap](), blocks.crcs(inner.view(np.uint8), spec.itemsize)
         for block in (i for i, (a, b) in enumerate(zip(actual_crcs, right, strict=True)) if a != b):
-            hit = self._rows_of_block(seq, spec, block * size, (block + 1) * size)
+            begin, end = blocks.span(block, block)
+            hit = self._rows_of_block(seq, spec, begin - start, end - start)
             gaps += [Gap(seq, first + begin, first + end, words, name) for begin, end in hit]
         if spec.edges and values[0]:
             gaps.append(Gap(seq, first, first + 1, words, name))
