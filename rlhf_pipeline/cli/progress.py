@@ -44,7 +44,7 @@ class RunView:
         self._clock = clock
         self._log_name = log_name
         self._latest: dict[str, float | int] = {}
-        self._seen: Counter[str] = Counter()
+        self._notice_counts: Counter[str] = Counter()
         self._screen: Screen | None = None
         self._broken = False
         self._line_at = -1e9
@@ -137,11 +137,11 @@ class RunView:
             self.say(event.message)
             return
         kind = re.sub(r"\d+", "#", event.message)[:60]
-        self._seen[kind] += 1
+        self._notice_counts[kind] += 1
         allowed = _NOTICES_OF_A_KIND if event.level == "warning" else 1
-        if self._seen[kind] > allowed:
+        if self._notice_counts[kind] > allowed:
             return
-        is_last = event.level == "warning" and self._seen[kind] == allowed
+        is_last = event.level == "warning" and self._notice_counts[kind] == allowed
         more = f" (more like this go to {self._log_name} only)" if is_last else ""
         self.say(f"{'warning' if event.level == 'warning' else 'note'}: {event.message}{more}")
 

@@ -104,7 +104,7 @@ class FrozenLake:
         self.rows: list[str] = list(prompt.meta["map"])
         row, column = prompt.meta["start"]
         self.at: Cell = (row, column)
-        self.seen = {self.at}
+        self.visited = {self.at}
         self.far = distances(self.rows)
         self.whole_way = self.far[self.at]
         return self._look()
@@ -116,7 +116,7 @@ class FrozenLake:
         row, column = self.at[0] + down, self.at[1] + right
         if 0 <= row < size and 0 <= column < size:
             self.at = row, column
-            self.seen.add(self.at)
+            self.visited.add(self.at)
         here = self.rows[self.at[0]][self.at[1]]
         if here == "O":
             return Step(done=True, rewards={"reached": 0.0, "nearer": before / self.whole_way - 1.0})
@@ -133,7 +133,7 @@ class FrozenLake:
         size = len(self.rows)
         if not (0 <= row < size and 0 <= column < size):
             return "#"
-        return "," if (row, column) in self.seen else self.rows[row][column]
+        return "," if (row, column) in self.visited else self.rows[row][column]
 
 
 SOKOBAN_ALPHABET: Final = "LDRU#_XOPS*"

@@ -103,7 +103,7 @@ class MethodTools:
     parallel = True
 
     def __init__(self, maker: Callable[[], Any], kind: type | None = None) -> None:
-        self.made = maker
+        self.maker = maker
         self.kind: Any = maker if kind is None else kind
         self.has_effects = bool(getattr(self.kind, "has_effects", False))
         self.rewards = rewards_of_environment(self.kind)
@@ -122,12 +122,12 @@ class MethodTools:
     @functools.cached_property
     def tools(self) -> list[Callable[..., Any]]:
         """The methods of one object, from whose annotations and docstrings their schemas follow."""
-        owner = self.made()
+        owner = self.maker()
         return [getattr(owner, name) for name in self.names]
 
     def __call__(self) -> Session:
         """Return a new environment."""
-        owner = self.made()
+        owner = self.maker()
         return Session({name: getattr(owner, name) for name in self.names}, owner, reported=self.told)
 
 

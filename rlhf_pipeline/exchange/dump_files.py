@@ -90,7 +90,7 @@ Dump = SourceFile | TorchDump | ArchiveMember | EvaluationLog
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DumpCandidate:
     """A file to read.
 
     A file that `is_named` on the command line must contain rollouts; a file in a folder or an archive may not.
@@ -100,12 +100,14 @@ class Found:
     is_named: bool
 
 
-def find_dumps(paths: Sequence[str | Path], container: Container | None = None, *, scratch: Path) -> list[Found]:
+def find_dumps(
+    paths: Sequence[str | Path], container: Container | None = None, *, scratch: Path
+) -> list[DumpCandidate]:
     """Return what is to be read, in order; see `find_sources`.
 
     A folder is its files, or where it has none those of its folders; an archive is unpacked into `scratch`.
     """
-    dumps: list[Found] = []
+    dumps: list[DumpCandidate] = []
     for pattern in paths:
         path = Path(pattern).expanduser()
         if path.is_dir():
@@ -117,8 +119,8 @@ def find_dumps(paths: Sequence[str | Path], container: Container | None = None, 
     return list({item.dump.path: item for item in reversed(dumps)}.values())[::-1]
 
 
-def _from_command_line(dumps: Iterable[Dump]) -> list[Found]:
-    return [Found(dump, not isinstance(dump, ArchiveMember)) for dump in dumps]
+def _from_command_line(dumps: Iterable[Dump]) -> list[DumpCandidate]:
+    return [DumpCandidate(dump, not isinstance(dump, ArchiveMember)) for dump in dumps]
 
 
 def _matching(path: Path) -> list[Path]:
@@ -143,18 +145,18 @@ def _of_file(path: Path, container: Container | None, scratch: Path) -> list[Dum
     return list(find_sources([path], container))
 
 
-def _in_folder(folder: Path, scratch: Path) -> list[Found]:
+def _in_folder(folder: Path, scratch: Path) -> list[DumpCandidate]:
     torch_files = sorted(folder.glob("*.pt"), key=natural)
     if torch_files:
-        return [Found(TorchDump(file.resolve()), False) for file in torch_files]
+        return [DumpCandidate(TorchDump(file.resolve()), False) for file in torch_files]
     if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        return [Found(source, True) for source in find_sources([folder])]
+        return [DumpCandidate(source, True) for source in find_sources([folder])]
     files = rollout_files(folder)
     if not files:
         raise DefinitionError(
             f"{folder} and its folders: it holds no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files."
         )
-    return [Found(dump, False) for file in files for dump in _of_file(file, None, scratch)]
+    return [DumpCandidate(dump, False) for file in files for dump in _of_file(file, None, scratch)]
 
 
 def rollout_files(folder: Path) -> list[Path]:

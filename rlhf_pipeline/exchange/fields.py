@@ -35,7 +35,7 @@ NONE = "none"
 _TERM = re.compile(r"\s*(?:(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)\s*\*\s*)?(.+?)\s*\Z")
 
 
-class Made(NamedTuple):
+class DerivedField(NamedTuple):
     """A value that a tool makes of a row, and how the summary names it."""
 
     how: str
@@ -101,7 +101,7 @@ class Fields:
         return f"The row has: {', '.join(sorted(map(str, self.row)))}."
 
     @as_ours()
-    def take(self, **targets: str | Made) -> dict[str, Any]:
+    def take(self, **targets: str | DerivedField) -> dict[str, Any]:
         """Return values by target, checked; those that the user names, too, and none that the user leaves out."""
         targets |= {target: path for target, path in self.field_paths.items() if target in VALUES}
         targets = {target: path for target, path in targets.items() if path != NONE}
@@ -120,21 +120,21 @@ class Fields:
 
     def record(
         self,
-        values: Mapping[str, str | Made | None] | None = None,
+        values: Mapping[str, str | DerivedField | None] | None = None,
         /,
         *,
-        group: Made | None = None,
+        group: DerivedField | None = None,
         one_turn: bool = True,
         meta: Sequence[str] | Mapping[str, Any] | None = None,
         flags: Mapping[str, Any] | None = None,
-        **targets: str | Made | None,
+        **targets: str | DerivedField | None,
     ) -> RawRollout:
         """Return the record that these fields make, of those in `values` and of those by name."""
         sources = {target: how for target, how in {**(values or {}), **targets}.items() if how is not None}
         if "failure" not in sources:
             field, reason, failure = state_of(self.row)
-            sources |= {"failure": Made(field, failure)} if failure else {}
-            sources |= {"finish_reason": Made(field, reason)} if reason else {}
+            sources |= {"failure": DerivedField(field, failure)} if failure else {}
+            sources |= {"finish_reason": DerivedField(field, reason)} if reason else {}
         record_values = self.take(**sources)
         reason, failure = ended(record_values.get("finish_reason", ""), record_values.get("failure", ""))
         record_values |= {"finish_reason": reason, "failure": failure}
@@ -183,7 +183,7 @@ def check_targets(field_paths: Mapping[str, str]) -> None:
             )
 
 
-def cut(whole: Mapping[str, Made], *, length: int | None = None) -> dict[str, Made]:
+def cut(whole: Mapping[str, DerivedField], *, length: int | None = None) -> dict[str, DerivedField]:
     """Return the targets of a sequence of tokens: the completion begins with the first token that was sampled."""
     sizes = {name: len(as_list(source.value, name)) for name, source in whole.items()}
     length = sizes["tokens"] if length is None else length
@@ -192,10 +192,12 @@ def cut(whole: Mapping[str, Made], *, length: int | None = None) -> dict[str, Ma
         raise DataError(f"values per token are not one per token: {counted}, length {length}.")
     mask = as_mask(whole["completion_mask"].value, "completion_mask")[:length]
     start = mask.index(True) if any(mask) else length
-    beside = {name: Made(source.how, source.value[start:length]) for name, source in whole.items() if name != "tokens"}
+    beside = {
+        name: DerivedField(source.how, source.value[start:length]) for name, source in whole.items() if name != "tokens"
+    }
     tokens = whole["tokens"]
     return {
-        "prompt_ids": Made(tokens.how, as_ids(tokens.value, "tokens")[:start]),
-        "completion_ids": Made(tokens.how, tokens.value[start:length]),
+        "prompt_ids": DerivedField(tokens.how, as_ids(tokens.value, "tokens")[:start]),
+        "completion_ids": DerivedField(tokens.how, tokens.value[start:length]),
         **beside,
     }

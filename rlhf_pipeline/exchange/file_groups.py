@@ -26,7 +26,7 @@ class FileGroups:
     def __init__(self, in_turn: int | None = None, *, by_prompt: bool = False, checked: bool) -> None:
         self._numbers: dict[bytes, tuple[int, bytes]] = {}
         """The number and the prompt of each group."""
-        self._seen: set[bytes] = set()
+        self._ungrouped_prompts: set[bytes] = set()
         """The prompts of rows that name no group."""
         self._last: Any = None
         self._in_turn, self._by_prompt, self._checked = in_turn, by_prompt, checked
@@ -47,14 +47,14 @@ class FileGroups:
             key = prompt_key
         elif key is None:
             if self._last is None or self._last[0] != prompt_key:
-                if self._checked and prompt_key in self._seen:
+                if self._checked and prompt_key in self._ungrouped_prompts:
                     fields = f" (the rows have {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
                         "a prompt comes back after others, and no field says whether its rows are one group. "
                         f"{_NAME}{fields}. If all rows of a prompt are one group: --group-by prompt. Or keep them so: "
                         "--group none"
                     )
-                self._seen.add(prompt_key)
+                self._ungrouped_prompts.add(prompt_key)
                 self._last = (prompt_key, row)
             key = self._last
         self.num_members += 1

@@ -17,7 +17,7 @@ from rlhf_pipeline.buffer.trajectory_schema import EVALUATION, FAILURES, SAMPLED
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.exchange._values import from_row, schema_of
-from rlhf_pipeline.exchange.dump_files import ArchiveMember, Dump, Found, find_dumps
+from rlhf_pipeline.exchange.dump_files import ArchiveMember, Dump, DumpCandidate, find_dumps
 from rlhf_pipeline.exchange.fields import NONE, Fields, check_targets
 from rlhf_pipeline.exchange.file_groups import FileGroups
 from rlhf_pipeline.exchange.imported_rows import COLUMNS as IDENTITY
@@ -240,7 +240,7 @@ def import_files(
     report = ImportReport(store=Path(into).expanduser())
     container = "jsonl" if format == "jsonl" else None
     with tempfile.TemporaryDirectory(prefix="rlhf-import-") as scratch:
-        sources: list[Found] = []
+        sources: list[DumpCandidate] = []
         for file in files:
             try:
                 sources += find_dumps([file], container, scratch=Path(scratch))
@@ -488,7 +488,7 @@ class _Item:
     """Of each unit in the file: its rows, and the rows of it that were current in the store before."""
 
 
-def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportReport) -> list[_Item]:
+def _recognise(sources: Sequence[DumpCandidate], format: str, how: _How, report: ImportReport) -> list[_Item]:
     """Return which tool reads each file; the files that hold no rollouts are in the report."""
     plan: list[_Item] = []
     summaries: list[Dump] = []
@@ -527,7 +527,7 @@ def _recognise(sources: Sequence[Found], format: str, how: _How, report: ImportR
     return plan
 
 
-def _item(candidate: Found, format: str, how: _How, summaries: list[Dump]) -> _Item | None:
+def _item(candidate: DumpCandidate, format: str, how: _How, summaries: list[Dump]) -> _Item | None:
     """Return how a file is read, from its first row; nothing for one without rows, or of rewards alone."""
     source = candidate.dump
     with contextlib.closing(source.rows(growing=how.growing)) as rows:

@@ -88,7 +88,7 @@ class ExistingRows:
         names = store.read_scalars(NAME, rows) if NAME in store.schema and len(rows) else np.full(len(rows), -1)
         order = np.argsort(names, kind="stable")
         self._names, self._rows = names[order], rows[order]
-        self._taken = np.zeros(len(rows), np.int64)
+        self._num_matched = np.zeros(len(rows), np.int64)
         """At the first row of an id: how many rows of that id were found."""
 
     def find(self, wheres: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[bool]:
@@ -98,11 +98,11 @@ class ExistingRows:
         is_stored: list[bool] = []
         pairs: list[tuple[int, int]] = []
         for i, (first, end) in enumerate(spans):
-            place = first + self._taken[first] if first < end else end
+            place = first + self._num_matched[first] if first < end else end
             is_stored.append(place < end)
             if place < end:
                 pairs.append((i, place))
-                self._taken[first] += 1
+                self._num_matched[first] += 1
         names = [name for name in _SAME if name in self.store.schema]
         stored = self.store.read(self._rows[[place for _, place in pairs]], names) if pairs else {}
         for k, (i, _) in enumerate(pairs):

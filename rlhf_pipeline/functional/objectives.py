@@ -70,7 +70,7 @@ class PolicyTokens:
         return clamped_log_ratio(self.log_probs, self.behaviour)
 
 
-Found = tuple[pl.TokenLoss, torch.Tensor]
+LossTerms = tuple[pl.TokenLoss, torch.Tensor]
 """The loss per token, unweighted, and the log-ratio that it used, from which the effective sample size is computed."""
 
 
@@ -105,44 +105,44 @@ def needs_entropy(objective: F) -> F:
 class ObjectiveEntry:
     """The meaning of an objective's name."""
 
-    loss: Callable[[PolicyTokens], Found]
+    loss: Callable[[PolicyTokens], LossTerms]
     per_token: bool = True
     needs_entropy: bool = False
 
 
-def _grpo(t: PolicyTokens) -> Found:
+def _grpo(t: PolicyTokens) -> LossTerms:
     log_ratio = t.log_ratio
     return pl.clipped_loss(log_ratio, t.advantage, t.low, t.high, dual_clip=t.dual_clip, delta=t.delta), log_ratio
 
 
-def _cispo(t: PolicyTokens) -> Found:
+def _cispo(t: PolicyTokens) -> LossTerms:
     log_ratio = t.log_ratio
     return pl.cispo_loss(t.log_probs, log_ratio, t.advantage, t.low, t.high), log_ratio
 
 
-def _sapo(t: PolicyTokens) -> Found:
+def _sapo(t: PolicyTokens) -> LossTerms:
     log_ratio = t.log_ratio
     return pl.sapo_loss(log_ratio, t.advantage, *t.sapo_tau), log_ratio
 
 
-def _gspo(t: PolicyTokens) -> Found:
+def _gspo(t: PolicyTokens) -> LossTerms:
     assert t.index is not None
     log_ratio = pl.gspo_log_ratio(t.log_probs, t.proximal, t.index, t.sequences)
     return pl.clipped_loss(log_ratio, t.advantage, t.low, t.high, dual_clip=t.dual_clip, delta=t.delta), log_ratio
 
 
-def _gmpo(t: PolicyTokens) -> Found:
+def _gmpo(t: PolicyTokens) -> LossTerms:
     assert t.index is not None
     log_ratio = t.log_ratio
     mean, low, high = pl.gmpo_log_ratio(log_ratio, t.advantage, t.index, t.sequences, t.low, t.high)
     return pl.TokenLoss(-mean.exp() * t.advantage, low, high), mean
 
 
-def _dppo(t: PolicyTokens) -> Found:
+def _dppo(t: PolicyTokens) -> LossTerms:
     return pl.dppo_loss(t.log_probs, t.behaviour, t.advantage, t.dppo), t.sampler_log_ratio
 
 
-def _vespo(t: PolicyTokens) -> Found:
+def _vespo(t: PolicyTokens) -> LossTerms:
     assert t.index is not None
     loss = pl.vespo_loss(t.log_probs, t.behaviour, t.advantage, t.index, t.sequences, t.vespo)
     return loss, t.sampler_log_ratio
@@ -173,7 +173,7 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
     name, tokens = function_name(objective), _six_tokens(entropy=reads_entropy)
     contract = "It takes functional.objectives.PolicyTokens and returns the loss of each token."
     with tried(f"loss.objective {name}", f"six tokens. {contract}"):
-        (loss, *_), _ = _found_by(objective, tokens)
+        (loss, *_), _ = _terms_of(objective, tokens)
         finite = bool(torch.isfinite(loss).all())
         gradient = (
             torch.autograd.grad(loss.sum(), tokens.log_probs, allow_unused=True)[0] if loss.requires_grad else None
@@ -181,11 +181,11 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
     if not finite or gradient is None or not bool(torch.isfinite(gradient).all()):
         problem = "no gradient to tokens.log_probs" if gradient is None else "a loss or a gradient that is not finite"
         raise DefinitionError(f"loss.objective {name} returned {problem}, tried on six tokens.")
-    return ObjectiveEntry(lambda tokens: _found_by(objective, tokens), per_token=False, needs_entropy=reads_entropy)
+    return ObjectiveEntry(lambda tokens: _terms_of(objective, tokens), per_token=False, needs_entropy=reads_entropy)
 
 
-def _found_by(function: ObjectiveFunction, tokens: PolicyTokens) -> Found:
-    """Return what a user's objective found, in the form of the built-in ones; refuse another shape."""
+def _terms_of(function: ObjectiveFunction, tokens: PolicyTokens) -> LossTerms:
+    """Return the loss terms of a custom objective in the form of the built-in ones; reject another shape."""
     returned: object = function(tokens)
     loss = returned.loss if isinstance(returned, pl.TokenLoss) else returned
     if not isinstance(loss, torch.Tensor) or loss.shape != tokens.log_probs.shape:

@@ -48,20 +48,22 @@ class PolicyOptimizer:
     """
 
     def __init__(self, model: nn.Module, config: Learn) -> None:
-        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self.named:
+        self.trainable_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.trainable_parameters:
             raise DefinitionError("the model has no trainable parameter: every requires_grad is False.")
         self._on_host = config.offload_optimizer
         self.masters: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
-        for name, parameter in self.named.items():
+        for name, parameter in self.trainable_parameters.items():
             home = torch.device("cpu") if self._on_host else parameter.device
             if parameter.dtype in (torch.float32, torch.float64) and parameter.device == home:
                 continue
             master = parameter.detach().to(device=home, dtype=torch.float32, copy=True)
             self.masters[name] = master.requires_grad_()
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._gradients, name))
-        self.stepped: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.named.items()}
+        self.stepped: dict[str, Tensor] = {
+            name: self.masters.get(name, p) for name, p in self.trainable_parameters.items()
+        }
         self.inner = _make(self._groups(), config)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -74,7 +76,10 @@ class PolicyOptimizer:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients since the last step, on the parameters' devices; float32 for those with a master."""
-        gradients = [self._gradients.get(name) if name in self.masters else p.grad for name, p in self.named.items()]
+        gradients = [
+            self._gradients.get(name) if name in self.masters else p.grad
+            for name, p in self.trainable_parameters.items()
+        ]
         return [gradient for gradient in gradients if gradient is not None]
 
     def clip(self, max_norm: float) -> Tensor:
@@ -111,13 +116,13 @@ class PolicyOptimizer:
         """Drop all gradients."""
         self.inner.zero_grad(set_to_none=True)
         self._gradients.clear()
-        for parameter in self.named.values():
+        for parameter in self.trainable_parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
         """Round the masters to their parameters; there must be at least one."""
-        parameters: list[Tensor] = [self.named[name] for name in self.masters]
+        parameters: list[Tensor] = [self.trainable_parameters[name] for name in self.masters]
         masters = list(self.masters.values())
         if self._on_host:
             pairs = zip(parameters, masters, strict=True)
@@ -128,7 +133,7 @@ class PolicyOptimizer:
     def copy_from_parameters(self) -> None:
         """Copy the parameters to the masters, after loading weights without masters."""
         for name, master in self.masters.items():
-            master.copy_(self.named[name])
+            master.copy_(self.trainable_parameters[name])
 
     def make_state(self) -> None:
         """Create the moments as a first step does, without other changes, so that a checkpoint can be loaded."""

@@ -118,7 +118,7 @@ class TokenPolicy(nn.Module):
         self._checkpointing = False
         self._compiler: str | None = None
         self._scorer = LayoutScorer(scoring_layout)
-        self._found: list[Any] = []
+        self._model_and_parts: list[Any] = []
         self._slots: SlotEngine | None = None
         self._engine: Engine | None = None
         _ = self._parts
@@ -126,10 +126,10 @@ class TokenPolicy(nn.Module):
     @property
     def _parts(self) -> ModelParts:
         """Trunk and head of the model, looked up once per model: `policy.model` may be replaced."""
-        if not self._found or self._found[0] is not self.model:
+        if not self._model_and_parts or self._model_and_parts[0] is not self.model:
             # In a list, so that the module tree does not register the same modules twice.
-            self._found = [self.model, find_parts(self.model)]
-        return self._found[1]
+            self._model_and_parts = [self.model, find_parts(self.model)]
+        return self._model_and_parts[1]
 
     @classmethod
     def from_pretrained(

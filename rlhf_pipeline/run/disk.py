@@ -135,7 +135,7 @@ class DiskWatch:
         self._written = written
         self._clock = clock
         self._next = clock()
-        self._seen: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
         self._has_warned = False
         self._growing = self._checkpoints = self._newest_checkpoint = 0
         """Bytes, as of the last measurement: without checkpoints; of these; and of the newest one."""
@@ -184,8 +184,8 @@ class DiskWatch:
 
     def _warn(self, now: float, used: int) -> None:
         room = Room(free=shutil.disk_usage(self._folder).free, used=used, allowed=self._allowed)
-        self._seen.append((now, self._growing))
-        (first, before), (last, after) = self._seen[0], self._seen[-1]
+        self._samples.append((now, self._growing))
+        (first, before), (last, after) = self._samples[0], self._samples[-1]
         rate = (after - before) / (last - first) * 3600.0 if last - first >= _LEAST_S else None
         warning = room.warning(rate)
         if warning is not None and not self._has_warned:

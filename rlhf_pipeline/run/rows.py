@@ -279,7 +279,7 @@ class NewRows:
 
     def __init__(self, rows: StepRows | Path) -> None:
         self.rows = StepRows(rows) if isinstance(rows, Path) else rows
-        self._seen: dict[int, int] = {}
+        self._returned: dict[int, int] = {}
         """Checksums of the newest lines that were returned, by step."""
         self._last = 0
         for _ in self._take(max(self.rows.last_step - _LOOK_BACK + 1, self.rows._first, 1)):
@@ -292,18 +292,18 @@ class NewRows:
         if self.rows.last_step == self._last and self.rows._last_line == before:
             return []
         unchanged = self._last
-        while unchanged in self._seen and self.rows.checksum_of(unchanged) != self._seen[unchanged]:
+        while unchanged in self._returned and self.rows.checksum_of(unchanged) != self._returned[unchanged]:
             unchanged -= 1
         return [self.rows._row(line) for line in self._take(unchanged + 1)]
 
     def _take(self, step: int) -> Iterator[bytes]:
         last = self.rows.last_step
         for at, line in enumerate(self.rows._lines(step, len(self.rows)) if step <= last else (), step):
-            self._seen[at] = google_crc32c.value(line)
+            self._returned[at] = google_crc32c.value(line)
             yield line
         self._last = last
-        for old in [old for old in self._seen if not last - _LOOK_BACK < old <= last]:
-            del self._seen[old]
+        for old in [old for old in self._returned if not last - _LOOK_BACK < old <= last]:
+            del self._returned[old]
 
 
 _LOOK_BACK: Final = 4096

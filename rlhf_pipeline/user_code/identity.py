@@ -133,7 +133,7 @@ class _Observation:
     def __init__(self) -> None:
         self._parts: Identity = {}
         self._imports: set[str] = set()
-        self._known: set[tuple[str, str]] = set()
+        self._observed: set[tuple[str, str]] = set()
         """Code that has been observed: file and name."""
         self._main = ""
         """The file of the callable."""
@@ -299,9 +299,9 @@ class _Observation:
         """Observe the source of a function, and what it names in its module."""
         code, module = function.__code__, str(function.__module__)
         key = code.co_filename, f"function {id(code) if code.co_name == '<lambda>' else function.__qualname__}"
-        if key in self._known or not _counts(module, code.co_filename, is_root=is_root):
+        if key in self._observed or not _counts(module, code.co_filename, is_root=is_root):
             return
-        self._known.add(key)
+        self._observed.add(key)
         self._main = self._main or code.co_filename
         text = source_of(code.co_filename)
         node = None if text is None else text.of_code(code)
@@ -324,9 +324,9 @@ class _Observation:
         ]
         loaded = sys.modules.get(module)
         file = functions[0].__code__.co_filename if functions else str(getattr(loaded, "__file__", None) or "")
-        if (file, f"class {kind.__qualname__}") in self._known or not _counts(module, file, is_root=is_root):
+        if (file, f"class {kind.__qualname__}") in self._observed or not _counts(module, file, is_root=is_root):
             return
-        self._known.add((file, f"class {kind.__qualname__}"))
+        self._observed.add((file, f"class {kind.__qualname__}"))
         self._main = self._main or file
         text = source_of(file)
         node = None if text is None else text.of_class(kind.__qualname__)
@@ -352,9 +352,9 @@ class _Observation:
         waiting = sorted(names)
         while waiting:
             name = waiting.pop()
-            if (file, name) in self._known:
+            if (file, name) in self._observed:
                 continue
-            self._known.add((file, name))
+            self._observed.add((file, name))
             statements = text.bindings.get(name, []) if text is not None else []
             for statement in statements:
                 assert text is not None
@@ -373,9 +373,9 @@ class _Observation:
             self._value(f"global {name}", value)
 
     def _source(self, module: str, file: str, name: str, text: str) -> None:
-        if (file, text) in self._known:  # named by other code as well
+        if (file, text) in self._observed:  # named by other code as well
             return
-        self._known.add((file, text))
+        self._observed.add((file, text))
         if "source" not in self._parts:
             self._note("source", _digest(text))
         else:
@@ -393,9 +393,9 @@ class _Observation:
 
     def _module(self, name: str) -> None:
         """Observe the file of a user's module, and the modules that it imports."""
-        if ("", name) in self._known:
+        if ("", name) in self._observed:
             return
-        self._known.add(("", name))
+        self._observed.add(("", name))
         file = module_file(name)
         if file is None or not is_users(name, file) or str(file) == self._main:
             return

@@ -100,7 +100,7 @@ class ArrivalOrder:
         self._count = 0
         """How many ids the array has."""
         self._last = (_BEFORE_ALL, _BEFORE_ALL)
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._read_up_to: dict[int, tuple[int, int]] = {}
 
     def reset(self) -> None:
         """Forget everything: segments were removed."""
@@ -108,9 +108,9 @@ class ArrivalOrder:
 
     def replace(self, sources: Iterable[int], merged: Segment) -> None:
         """Note that a merged segment holds the rows of its sources. The order stays if all of them were known."""
-        source_rows = [self._seen.pop(source, (0, 0))[1] for source in sources]
+        source_rows = [self._read_up_to.pop(source, (0, 0))[1] for source in sources]
         if sum(source_rows) == merged.rows:
-            self._seen[merged.ordinal] = (merged.records, merged.rows)
+            self._read_up_to[merged.ordinal] = (merged.records, merged.rows)
         else:
             self.reset()
 
@@ -120,11 +120,11 @@ class ArrivalOrder:
         news: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         read_to: dict[int, tuple[int, int]] = {}
         for segment in segments:
-            records, rows = self._seen.get(segment.ordinal, (0, 0))
+            records, rows = self._read_up_to.get(segment.ordinal, (0, 0))
             if segment.records != records:
                 read_to[segment.ordinal] = (segment.records, segment.rows)
                 news.append(segment.runs(records, rows))
-        self._seen.update(read_to)  # only now: if reading failed because a segment is gone, all is read again
+        self._read_up_to.update(read_to)  # only now: if reading failed because a segment is gone, all is read again
         if not news:
             return
         times, firsts, counts = news[0] if len(news) == 1 else map(np.concatenate, zip(*news, strict=True))

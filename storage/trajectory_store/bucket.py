@@ -280,7 +280,7 @@ class FolderBucket(Bucket):
         self.root = root.absolute()
         self.where = str(self.root)
         self.durable = durable
-        self._held: tuple[int, int] | None = None
+        self._root_inode: tuple[int, int] | None = None
 
     def make(self, fill: Callable[[Bucket], None]) -> None:
         """Make the folder of a store: it appears whole or not at all, and is on the disk, whatever puts wait for."""
@@ -307,24 +307,24 @@ class FolderBucket(Bucket):
 
         A root that is missing, and is known from its copy, is put again.
         """
-        if self._held is None:
+        if self._root_inode is None:
             if not (self.root / "zarr.json").exists():
                 self.put_once("zarr.json", root)
             fd = fs.open_fd(self.root / "zarr.json", os.O_RDONLY)
             weakref.finalize(self, os.close, fd).atexit = False
             status = os.fstat(fd)
-            self._held = status.st_dev, status.st_ino
+            self._root_inode = status.st_dev, status.st_ino
 
     def still_here(self) -> None:
         """Check that the root is the one that `hold` remembers: one call of stat."""
-        if self._held is None:
+        if self._root_inode is None:
             return
         try:
             status = os.stat(f"{self.where}/zarr.json")
             inode = status.st_dev, status.st_ino
         except (FileNotFoundError, NotADirectoryError):
             inode = None
-        if inode != self._held:
+        if inode != self._root_inode:
             why = (
                 "is gone: it was moved or removed"
                 if inode is None

@@ -82,7 +82,7 @@ class Catalog:
         self.updates: dict[int, Segment] = {}
         self.generation = 0
         self.problems: list[str] = []
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
         self.newest_ns = 0
         self._watermark = 0
         self.state = self.journal.state
@@ -92,7 +92,7 @@ class Catalog:
         self._newest_runs: list[tuple[int, int, int]] | None = None
         self._runs_of = -1, -1
         self.lock = threading.RLock()
-        self._known: dict[int, Entry] = {}
+        self._open_entries: dict[int, Entry] = {}
         self.failed: dict[int, Failed] = {}
         """The segments that the newest record names and that are not there as a whole: others may hold their rows."""
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
@@ -100,7 +100,7 @@ class Catalog:
         self._gappy: list[Segment] = []
         self._unseen: set[Segment] = set()
         self._tables: dict[str, dict[int, Any]] = {}
-        self.kept: dict[str, Any] = {}
+        self.later_values: dict[str, Any] = {}
         """What other modules keep for as long as the catalog is open."""
         self._syncing = threading.RLock()
         fork_safety.guard(self, 1, self.lock, self._syncing)
@@ -191,7 +191,7 @@ class Catalog:
         opened: dict[int, Segment | Exception] = {}
         while True:  # once the catalog stands still, no segment was removed while it was opened
             state = self.journal.state
-            new = [e for e in state.entries if e.ordinal not in self._known and self._may_open(e)]
+            new = [e for e in state.entries if e.ordinal not in self._open_entries and self._may_open(e)]
             looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
             opened.update(zip([e.ordinal for e in looked], self.medium.open_segments(looked), strict=True))
             if not new or not self.journal.catch_up():
@@ -245,7 +245,7 @@ class Catalog:
 
     def _follow_to(self, state: State, new: Mapping[Entry, Segment | Exception]) -> None:
         """Switch to a record. Nothing is read here, so nothing fails halfway."""
-        gone = self._known.keys() - {entry.ordinal for entry in state.entries}
+        gone = self._open_entries.keys() - {entry.ordinal for entry in state.entries}
         homes = np.zeros((max(64, 2 * state.next_ordinal), 3), np.int64)
         homes[: len(self._homes)] = self._homes[: len(homes)]
         for entry, segment in new.items():
@@ -276,7 +276,7 @@ class Catalog:
             self._note(problem)
 
     def _add(self, entry: Entry, segment: Segment, homes: Int64Array) -> None:
-        self._known[entry.ordinal] = entry
+        self._open_entries[entry.ordinal] = entry
         self.newest_ns = max(self.newest_ns, segment.newest_ns)
         if entry.kind == "update":
             self.updates[entry.ordinal] = segment
@@ -295,13 +295,13 @@ class Catalog:
         self._moved = True
         inside, row_entries = (
             set(entry.sources),
-            [e for e in self._known.values() if e.kind == "rows" and e is not entry],
+            [e for e in self._open_entries.values() if e.kind == "rows" and e is not entry],
         )
         self.order.replace([e.ordinal for e in row_entries if e.sources[0] in inside], segment)
 
     def _forget(self, ordinal: int) -> None:
         """Drop a segment: its rows are in a merged one that was added before, or gone for good."""
-        entry = self._known.pop(ordinal)
+        entry = self._open_entries.pop(ordinal)
         self.updates.pop(ordinal, None)
         segment = self.segments.pop(ordinal, None)
         self._tables = {}
@@ -358,8 +358,8 @@ class Catalog:
 
     def _tell(self, problem: str) -> None:
         """Warn of a problem, once."""
-        if self._warn and problem not in self._told:
-            self._told.add(problem)
+        if self._warn and problem not in self._warned_of:
+            self._warned_of.add(problem)
             warnings.warn(
                 f"{self.medium.where}: {problem} Everything else is readable; run verify() for the whole list.",
                 RuntimeWarning,
@@ -484,7 +484,7 @@ class Catalog:
         with self.lock:
             for table in self._tables.values():
                 table.pop(segment.ordinal, None)
-            for later in self.kept.values():
+            for later in self.later_values.values():
                 later.read_anew(segment.ordinal)
 
     def look_again(self) -> None:
@@ -505,7 +505,7 @@ class Catalog:
                     self._open_again(segment)
 
     def _open_again(self, segment: Segment) -> None:
-        entry = self._known[segment.ordinal]
+        entry = self._open_entries[segment.ordinal]
         reopened = self.medium.open_segments([entry])[0]
         if not isinstance(reopened, Segment) or reopened.rows < segment.rows:
             return
@@ -786,6 +786,6 @@ class Catalog:
     def close(self) -> None:
         """Drop the maps; arrays that callers still hold stay valid."""
         self._tables = {}
-        self.kept = {}
+        self.later_values = {}
         self.segments.clear()
         self.updates.clear()

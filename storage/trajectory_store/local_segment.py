@@ -87,7 +87,7 @@ class LocalSegment(Segment):
         self._short: set[str] = set()
         self.closed = meta.merged
         """Whether nothing is left to trust: the writer, or who found it dead, had synced everything."""
-        self._seen = 0
+        self._num_checked = 0
         self._states: dict[str, FileState] = {}
         self._sound: dict[str, npt.NDArray[np.bool_]] = {}
         """Per array, and as `_ALL` of all arrays, which rows were compared; of those in `_compared`, all were."""
@@ -800,9 +800,9 @@ class LocalSegment(Segment):
 
     def see(self) -> None:
         """Look at the records of new commits."""
-        if self._seen < self.records:
-            self.commits(self._seen)
-            self._seen = self.records
+        if self._num_checked < self.records:
+            self.commits(self._num_checked)
+            self._num_checked = self.records
 
     def disk_bytes(self) -> int:
         """Return the disk space of the segment in bytes."""

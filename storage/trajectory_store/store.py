@@ -426,10 +426,10 @@ class TrajectoryStore(StoreTable):
         """Commit rows or updates and read them back; return their addresses, which are the ids of rows."""
         stream.begin()
         try:
-            num_segments = stream.made
+            num_segments = stream.num_segments
             ordinal, first = stream.append(batch, schema, begin)
             self._catalog.refresh_segment(ordinal)
-            self._background.tidy(self._catalog, began=stream.made != num_segments)
+            self._background.tidy(self._catalog, began=stream.num_segments != num_segments)
             self._positions = None
             start = (ordinal << ORDINAL_SHIFT) + first
             return np.arange(start, start + batch.n_rows, dtype=np.int64)

@@ -56,7 +56,7 @@ class Later:
         self.column = column
         self._catalog = catalog
         self._limits = limits
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._read_up_to: dict[int, tuple[int, int]] = {}
         self._address: dict[int, Int64Array] = {}
         self._time: dict[int, Int64Array] = {}
         self._folded: dict[int, npt.NDArray[Any]] = {}
@@ -74,13 +74,13 @@ class Later:
         generation, segments = self._catalog.generation, self._catalog.updates
         if generation == self._generation:
             return True
-        if any(ordinal not in segments for ordinal in self._seen):
+        if any(ordinal not in segments for ordinal in self._read_up_to):
             return False
         news_parts = [self._waiting] if len(self._waiting[0]) else []
         read_to: dict[int, tuple[int, int]] = {}
         for ordinal in sorted(segments):
             segment = segments[ordinal]
-            records, rows = self._seen.get(ordinal, (0, 0))
+            records, rows = self._read_up_to.get(ordinal, (0, 0))
             if segment.rows == rows or self.column.name not in segment.schema:
                 continue
             read_to[ordinal] = (segment.records, segment.rows)
@@ -89,7 +89,7 @@ class Later:
         if news_parts:
             news, waiting = self._split(news_parts[0] if len(news_parts) == 1 else _joined(news_parts))
             self._apply(*news, ordered=len(news_parts) == len(read_to) == 1)
-        self._seen.update(read_to)  # only now: if reading failed because a segment is gone, all is read again
+        self._read_up_to.update(read_to)  # only now: if reading failed because a segment is gone, all is read again
         self._waiting = waiting
         self._fold_news()
         self._generation = generation
@@ -217,7 +217,7 @@ class Later:
         """Forget the values that were read of a segment; of one of updates, everything."""
         self._folded.pop(ordinal, None)
         self._rows.pop(ordinal, None)
-        if ordinal in self._seen:
+        if ordinal in self._read_up_to:
             self.__init__(self._catalog, self.column, self._limits)
 
     def folded(self, segment: Segment) -> npt.NDArray[Any]:
@@ -247,7 +247,7 @@ def later_of(catalog: Catalog, column: Column) -> Later | None:
     if not catalog.updates:
         return None
     with catalog.lock:
-        later = catalog.kept.get(column.name)
+        later = catalog.later_values.get(column.name)
         if later is None or not later.catch_up():
-            later = catalog.kept[column.name] = Later(catalog, column)
+            later = catalog.later_values[column.name] = Later(catalog, column)
         return later if later else None

@@ -67,7 +67,7 @@ class Stream:
         self._root = root
         self.kind: Kind = kind
         self.durability: Durability = durability
-        self.made = 0
+        self.num_segments = 0
         """The number of segments that were begun."""
         self._first: tuple[int, int] = (0, 0)
         self._names: frozenset[str] = frozenset()
@@ -183,7 +183,7 @@ class Stream:
         columns = schema.only(self._names)
         fitted = batch.fitted(columns)
         longest = max((int(lengths.sum()) for lengths in fitted.lengths.values()), default=0)
-        if not self.made:
+        if not self.num_segments:
             self._first = max(FIRST_ROWS, FIRST * batch.n_rows), max(FIRST_ELEMENTS, FIRST * longest)
         most = self._root.largest
         has_rows = self.kind == "rows"
@@ -203,7 +203,7 @@ class Stream:
             writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
         except UnsyncedError as error:  # the segment may be there, but not these rows
             raise fs.failed(error, medium.where, "beginning a segment") from error
-        self.made += 1
+        self.num_segments += 1
         try:
             self._catalog.refresh()
             if begin is not None:
@@ -236,7 +236,7 @@ class Stream:
         return state
 
     def _capacity(self, option: int | None, first: int, largest: int) -> int:
-        return option if option is not None else min(first << (GROWTH * self.made), largest)
+        return option if option is not None else min(first << (GROWTH * self.num_segments), largest)
 
     def _end_writer(self, writer: SegmentWriter) -> None:
         """End a segment after the last commit that its log holds; after an error this overwrites a torn record."""

@@ -328,7 +328,7 @@ def test_calls_of_nemo_gym_are_looked_at_once(tmp_path: Path):
             return super().__contains__(row)
 
     one, other = (nemo_gym.StoreCapture(tmp_path / "store", durability="process") for _ in range(2))
-    one._seen = Counted()
+    one._read_rows = Counted()
     for number in range(40):
         for sink, rollout in ((one, "r"), (other, "s")):
             asyncio.run(sink.put(peers.Entry(rollout, str(number), [1], [2], [-1.0])))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_pipeline.errors import DataError, DefinitionError, did_you_mean
-from rlhf_pipeline.exchange.fields import MESSAGES, NONE, Fields, Made, cut, part_of
+from rlhf_pipeline.exchange.fields import MESSAGES, NONE, DerivedField, Fields, cut, part_of
 from rlhf_pipeline.exchange.tools import agent_logs as _agent_logs  # noqa: F401 - registers its tools
 from rlhf_pipeline.exchange.tools import atif as _atif  # noqa: F401 - registers its tool
 from rlhf_pipeline.exchange.tools import inspect_logs as _inspect_logs  # noqa: F401 - registers its tool
@@ -104,9 +104,9 @@ def trl(row: Fields) -> RawRollouts:
         prompt="prompt",
         completion="completion",
         advantage="advantage",
-        policy_version=Made("step-1", max(step - 1, 0)),
-        failure=Made("", ""),
-        group=Made("step and prompt", (step, repr(prompt))),
+        policy_version=DerivedField("step-1", max(step - 1, 0)),
+        failure=DerivedField("", ""),
+        group=DerivedField("step and prompt", (step, repr(prompt))),
         one_turn=is_messages(row.value("completion")),
         flags={"as_chat": False, "by_prompt": True},
     )
@@ -146,17 +146,19 @@ def verl(row: Fields) -> RawRollouts:
             "--field reward=score+overlong_reward (one that returns a dict)"
         )
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
-    by_prompt = Made("step, input and gts", (step, "input", str(values["input"]), str(values["gts"])))
-    group = Made("uid", (step, uid[1])) if uid else by_prompt
+    by_prompt = DerivedField("step, input and gts", (step, "input", str(values["input"]), str(values["gts"])))
+    group = DerivedField("uid", (step, uid[1])) if uid else by_prompt
     failed = as_failure(values.get("error"), "error") if isinstance(values.get("error"), str) else ""
     yield row.record(
         prompt="input",
         completion="output",
         reward="reward" if evaluation and "reward" in values else "score",
         answer="gts",
-        policy_version=Made("step", step) if evaluation else Made("step-1", max(step - 1, 0)),
-        finish_reason=Made("overlong", CUT) if values.get("overlong") else None,
-        failure=Made("timeout, error", "timeout" if values.get("timeout") is True else failed and "grader_error"),
+        policy_version=DerivedField("step", step) if evaluation else DerivedField("step-1", max(step - 1, 0)),
+        finish_reason=DerivedField("overlong", CUT) if values.get("overlong") else None,
+        failure=DerivedField(
+            "timeout, error", "timeout" if values.get("timeout") is True else failed and "grader_error"
+        ),
         group=group,
         one_turn=False,
         flags={"as_chat": False, "evaluation": evaluation, "by_prompt": uid is None},
@@ -204,16 +206,18 @@ def slime(row: Fields) -> RawRollouts:
     yield row.record(
         prompt="prompt",
         completion="response",
-        prompt_ids=Made("tokens", tokens[:start]),
-        completion_ids=Made("the last response_length tokens", tokens[start:]),
+        prompt_ids=DerivedField("tokens", tokens[:start]),
+        completion_ids=DerivedField("the last response_length tokens", tokens[start:]),
         completion_mask="loss_mask",
         log_probs="rollout_log_probs",
         reward="reward",
         answer="label",
-        finish_reason=Made("status", reason),
-        failure=Made("status", failure),
-        policy_version=Made("rollout_id of the file's name", or_unknown(row.number_in(r"(?:eval_)?(\d+)\.pt\Z"))),
-        group=None if values["group_index"] is None else Made("group_index", values["group_index"]),
+        finish_reason=DerivedField("status", reason),
+        failure=DerivedField("status", failure),
+        policy_version=DerivedField(
+            "rollout_id of the file's name", or_unknown(row.number_in(r"(?:eval_)?(\d+)\.pt\Z"))
+        ),
+        group=None if values["group_index"] is None else DerivedField("group_index", values["group_index"]),
         meta=("index", "status", "metadata", "weight_versions", "remove_sample"),
         flags={
             "mask_known": not values["remove_sample"],
@@ -288,13 +292,15 @@ def _trajectory(row: Fields, trace: Row, branch: int, path: Sequence[int]) -> Ra
     )
     return row.of(trace).record(
         _tokens([trace["nodes"][place] for place in path]),
-        reward=Made("sum of rewards[].score*weight", sum(map(_weighed, rewards)) if rewards else None),
-        finish_reason=Made("the last of calls[].finish_reason", limit or (calls[-1]["finish_reason"] if calls else "")),
-        failure=Made("ok, errors", _failure(row.row, trace)),
-        answer=Made("task.data.answer", part_of(task, "data").get("answer")),
-        policy_version=Made("run.work.policy.start", or_unknown(version)),
-        temperature=Made("calls[].sampling.temperature", _temperature(path_calls)),
-        group=Made("group.id or task.key", (key, agent.get("name"))),
+        reward=DerivedField("sum of rewards[].score*weight", sum(map(_weighed, rewards)) if rewards else None),
+        finish_reason=DerivedField(
+            "the last of calls[].finish_reason", limit or (calls[-1]["finish_reason"] if calls else "")
+        ),
+        failure=DerivedField("ok, errors", _failure(row.row, trace)),
+        answer=DerivedField("task.data.answer", part_of(task, "data").get("answer")),
+        policy_version=DerivedField("run.work.policy.start", or_unknown(version)),
+        temperature=DerivedField("calls[].sampling.temperature", _temperature(path_calls)),
+        group=DerivedField("group.id or task.key", (key, agent.get("name"))),
         meta=meta | {"stop_condition": trace.get("stop_condition")},
         flags={
             "identity": identity,
@@ -394,15 +400,19 @@ def _paths(trace: Row) -> Iterator[tuple[int, list[int]]]:
         yield branch, path[::-1]
 
 
-def _tokens(nodes: Sequence[Row]) -> dict[str, Made]:
+def _tokens(nodes: Sequence[Row]) -> dict[str, DerivedField]:
     """Return the tokens of a path of messages, with their values, and its text."""
     first = next(place for place, node in enumerate(nodes) if node.get("sampled"))
     messages = [part_of(node, "message") for node in nodes]
     if not any(node.get("token_ids") for node in nodes):
-        return {"prompt": Made("messages", messages[:first]), "completion": Made("messages", messages[first:])}
+        return {
+            "prompt": DerivedField("messages", messages[:first]),
+            "completion": DerivedField("messages", messages[first:]),
+        }
     names = {"log_probs": "logprobs", "advantage": "advantages", "ref_log_probs": "reference_logprobs"}
     whole = {
-        target: Made(name, []) for target, name in {"tokens": "token_ids", "completion_mask": "mask", **names}.items()
+        target: DerivedField(name, [])
+        for target, name in {"tokens": "token_ids", "completion_mask": "mask", **names}.items()
     }
     for node in nodes:
         ids, mask = as_ids(node.get("token_ids") or [], "token_ids"), as_mask(node.get("mask") or [], "mask")
@@ -419,7 +429,10 @@ def _tokens(nodes: Sequence[Row]) -> dict[str, Made]:
     if all(value is None for value in whole["ref_log_probs"].value):
         del whole["ref_log_probs"]
     texts = [message_text(message) for message in messages]
-    text = {"prompt": Made("messages", "\n\n".join(texts[:first])), "completion": Made("", "\n\n".join(texts[first:]))}
+    text = {
+        "prompt": DerivedField("messages", "\n\n".join(texts[:first])),
+        "completion": DerivedField("", "\n\n".join(texts[first:])),
+    }
     return cut(whole) | text
 
 
@@ -438,12 +451,12 @@ def results(row: Fields) -> RawRollouts:
         return
     yield row.record(
         prompt="prompt",
-        completion="completion" if values["completion"] != [] else Made("completion", ""),
+        completion="completion" if values["completion"] != [] else DerivedField("completion", ""),
         reward="reward",
-        answer=Made("answer", values.get("answer")),
-        finish_reason=Made("is_truncated", CUT if values.get("is_truncated") else None),
-        failure=Made("error", values.get("error") or None),
-        group=Made("example_id", values["example_id"]),
+        answer=DerivedField("answer", values.get("answer")),
+        finish_reason=DerivedField("is_truncated", CUT if values.get("is_truncated") else None),
+        failure=DerivedField("error", values.get("error") or None),
+        group=DerivedField("example_id", values["example_id"]),
     )
 
 
@@ -462,11 +475,15 @@ def token_exports(row: Fields) -> RawRollouts:
     no rewards, no groups.
     """
     names = {"tokens": "token_ids", "completion_mask": "loss_mask", "log_probs": "inference_logprobs"}
-    values = cut({target: Made(name, row.row[name]) for target, name in (names | {"advantage": "advantages"}).items()})
+    values = cut(
+        {target: DerivedField(name, row.row[name]) for target, name in (names | {"advantage": "advantages"}).items()}
+    )
     if not values["completion_ids"].value:
         yield None
         return
-    yield row.record(values, policy_version="step", group=Made("one per row", row.number), meta=("env_name", "rank"))
+    yield row.record(
+        values, policy_version="step", group=DerivedField("one per row", row.number), meta=("env_name", "rank")
+    )
 
 
 # -- open-instruct, SkyRL, NeMo-RL, OpenRLHF, tinker-cookbook, GSM8K ---------------------------------------------------
@@ -497,10 +514,10 @@ def open_instruct(row: Fields) -> RawRollouts:
         reward="reward",
         advantage="advantage",
         finish_reason="finish_reason",
-        failure=Made("request_info", failure),
+        failure=DerivedField("request_info", failure),
         answer=None if are_ids else "ground_truth",
         policy_version="step",
-        group=Made("step and prompt_idx", (row.row["step"], row.row["prompt_idx"])),
+        group=DerivedField("step and prompt_idx", (row.row["step"], row.row["prompt_idx"])),
         flags={"mask_known": not info.get("tool_calleds")},
     )
 
@@ -529,8 +546,8 @@ def skyrl(row: Fields) -> RawRollouts:
         completion="output_response",
         reward="score",
         finish_reason="stop_reason",
-        policy_version=Made("global_step_N of the folder", or_unknown(row.number_in(r"global_step_(\d+)"))),
-        group=Made("input_prompt and env_extras", (str(row.row["input_prompt"]), repr(row.row["env_extras"]))),
+        policy_version=DerivedField("global_step_N of the folder", or_unknown(row.number_in(r"global_step_(\d+)"))),
+        group=DerivedField("input_prompt and env_extras", (str(row.row["input_prompt"]), repr(row.row["env_extras"]))),
         one_turn=row.row["env_class"] in ("aime", "gsm8k", "lcb"),
         flags={"as_chat": False},
     )
@@ -556,7 +573,7 @@ def nemo_rl(row: Fields) -> RawRollouts:
     values = {name: _only_item(name, value) if wrapped else value for name, value in row.row.items()}
     names = {"tokens": "token_ids", "completion_mask": "token_loss_mask"}
     names |= {"log_probs": "generation_logprobs", "advantage": "advantages"}
-    whole = {target: Made(name, values[name]) for target, name in names.items()}
+    whole = {target: DerivedField(name, values[name]) for target, name in names.items()}
     content = values.get("content") or []
     texts = [content] if isinstance(content, str) else [str(text) for text in content]  # the sync trainer: the answer
     learned = as_number(values["sample_loss_mask"], "sample_loss_mask") > 0
@@ -565,11 +582,11 @@ def nemo_rl(row: Fields) -> RawRollouts:
     tokens = cut(whole, length=as_int(values["input_lengths"], "input_lengths"))
     yield row.of(values).record(
         tokens,
-        prompt=Made("content", "".join(texts[:-1])),
-        completion=Made("content", texts[-1] if texts else ""),
+        prompt=DerivedField("content", "".join(texts[:-1])),
+        completion=DerivedField("content", texts[-1] if texts else ""),
         reward="filtered_rewards" if "filtered_rewards" in values else "rewards",
-        policy_version=Made("N-1 of stepN", UNKNOWN_VERSION if step is None else max(step - 1, 0)),
-        group=Made("prompt tokens", (step, repr(tokens["prompt_ids"].value))),
+        policy_version=DerivedField("N-1 of stepN", UNKNOWN_VERSION if step is None else max(step - 1, 0)),
+        group=DerivedField("prompt tokens", (step, repr(tokens["prompt_ids"].value))),
         meta=meta | ({} if learned else {"learned": False}),
         flags={"mask_known": learned, "by_prompt": True},
     )
@@ -591,11 +608,11 @@ def nemo_rl_validation(row: Fields) -> RawRollouts:
         raise DataError(f"field 'content' must hold chat messages, got {excerpt(talk)}.")
     first = next((place for place, message in enumerate(talk) if message["role"] == "assistant"), len(talk))
     yield row.of(values).record(
-        prompt=Made("content", talk[:first]),
-        completion=Made("content", talk[first:]),
+        prompt=DerivedField("content", talk[:first]),
+        completion=DerivedField("content", talk[first:]),
         reward="rewards",
-        policy_version=Made("N of stepN", or_unknown(step)),
-        group=Made("content", (step, repr(talk[:first]))),
+        policy_version=DerivedField("N of stepN", or_unknown(step)),
+        group=DerivedField("content", (step, repr(talk[:first]))),
         meta=("idx",),
         flags={"evaluation": True},
     )
@@ -620,7 +637,7 @@ def openrlhf(row: Fields) -> RawRollouts:
     turn; `reward`, of the reward model. Best-of-N samples are not in turn (`prompts * N`, then by rank): a group is the
     rows of a file with one prompt.
     """
-    group = Made("input", str(row.row["input"]))
+    group = DerivedField("input", str(row.row["input"]))
     yield row.record(prompt="input", completion="output", reward="reward", group=group, flags={"as_chat": False})
 
 
@@ -654,14 +671,18 @@ def tinker(row: Fields) -> RawRollouts:
         version = iteration if summary.step is None else summary.step
         yield row.record(
             prompt_ids="prompt_tokens",
-            completion_ids=Made("samples[].tokens", sample["tokens"]),
-            log_probs=Made("samples[].logprobs", sample.get("logprobs")),
-            finish_reason=Made("samples[].stop_reason", sample.get("stop_reason")),
-            reward=Made(f"total_reward of {sum(map(len, row.beside.values())):,} summaries", summary.reward),
-            policy_version=Made("sampling_client_step or scope.iteration", or_unknown(version)),
-            temperature=Made("sampling_params.temperature", part_of(values, "sampling_params").get("temperature")),
-            created_at=Made("created_at", values.get("created_at")),
-            group=Made("iteration and group_idx", ("row", row.number) if group is None else (split, iteration, group)),
+            completion_ids=DerivedField("samples[].tokens", sample["tokens"]),
+            log_probs=DerivedField("samples[].logprobs", sample.get("logprobs")),
+            finish_reason=DerivedField("samples[].stop_reason", sample.get("stop_reason")),
+            reward=DerivedField(f"total_reward of {sum(map(len, row.beside.values())):,} summaries", summary.reward),
+            policy_version=DerivedField("sampling_client_step or scope.iteration", or_unknown(version)),
+            temperature=DerivedField(
+                "sampling_params.temperature", part_of(values, "sampling_params").get("temperature")
+            ),
+            created_at=DerivedField("created_at", values.get("created_at")),
+            group=DerivedField(
+                "iteration and group_idx", ("row", row.number) if group is None else (split, iteration, group)
+            ),
             meta={"scope": scope, "model_path": values.get("model_path")},
             flags={
                 "one_prompt": False,
@@ -717,7 +738,7 @@ def gsm8k_solutions(row: Fields) -> RawRollouts:
     """
     for model, value in row.row.items():
         if _is_solution(value):
-            group, each = Made("one per line", row.number), row.of({**row.row, **value})
+            group, each = DerivedField("one per line", row.number), row.of({**row.row, **value})
             names = {"prompt": "question", "answer": "ground_truth", "completion": "solution", "reward": "is_correct"}
             yield each.record(names, group=group, meta={"model": model})
 
@@ -780,8 +801,8 @@ def wandb_table(row: Fields) -> RawRollouts:
                 prompt="input",
                 completion="output",
                 reward="score",
-                policy_version=Made("step", step),
-                group=Made("step and input", (step, str(values["input"]))),
+                policy_version=DerivedField("step", step),
+                group=DerivedField("step and input", (step, str(values["input"]))),
                 one_turn=False,
                 flags={"as_chat": False, "evaluation": True},
             )
@@ -837,7 +858,7 @@ def rows(row: Fields) -> RawRollouts:
         each = {target: _part(names[target], target, value, place, len(several)) for target, value in values.items()}
         part = row.of({**{name: value for name, value in row.row.items() if not isinstance(value, list)}, **each})
         part.field_paths = {}
-        group = Made("one per row", (row.number, str(each.get("prompt_ids", each.get("prompt")))))
+        group = DerivedField("one per row", (row.number, str(each.get("prompt_ids", each.get("prompt")))))
         yield part.record({target: target for target in each if each[target] is not None}, group=group, meta=meta)
 
 
@@ -845,17 +866,17 @@ _GROUPS = ("group", "group_id", "uid")
 _STEPS = ("step", "global_step", "iteration")
 
 
-def _group_of(row: Fields, prompt: Any) -> Made | None:
+def _group_of(row: Fields, prompt: Any) -> DerivedField | None:
     """Return the group that a row of no tool's names, or the step that its prompt is of."""
     version = row.row.get("policy_version")
     for name in _GROUPS:
         value = row.row.get(name)
         if value is not None and value == value:  # NaN, as data frames write a missing number
-            return Made(name, (version, str(value)))
+            return DerivedField(name, (version, str(value)))
     for name in _STEPS:
         value = row.row.get(name)
         if value is not None and value == value:
-            return Made(f"{name} and prompt", (version, str(value), repr(prompt)))
+            return DerivedField(f"{name} and prompt", (version, str(value), repr(prompt)))
     return None
 
 
@@ -870,8 +891,8 @@ def _conversation(row: Fields, talk: Any, names: Mapping[str, str]) -> RawRollou
     start = first if row.for_display else len(talk) - 1
     return row.record(
         {target: path for target, path in names.items() if target not in ("prompt", "completion")},
-        prompt=Made("messages", talk[:start]),
-        completion=Made("the last of messages", talk[start:]),
+        prompt=DerivedField("messages", talk[:start]),
+        completion=DerivedField("the last of messages", talk[start:]),
         group=_group_of(row, talk[:-1]),
         one_turn=first == len(talk) - 1,
     )

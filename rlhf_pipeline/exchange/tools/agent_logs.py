@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.exchange.fields import Fields, Made, part_of
+from rlhf_pipeline.exchange.fields import DerivedField, Fields, part_of
 from rlhf_pipeline.exchange.tools.registry import NO_SCORES, NO_TOKENS, RawRollouts, or_unknown, tool
 from trajectory_store.recorder.raw_rollout import CUT, Row, as_list, excerpt, is_messages
 
@@ -58,12 +58,14 @@ def rllm(row: Fields) -> RawRollouts:
                     f"field 'chat_completions' must be messages that end with the assistant's, got {excerpt(talk)}."
                 )
             yield row.of({**values, **trajectory}).record(
-                prompt=Made("chat_completions", talk[:-1]),
-                completion=Made("the last of chat_completions", talk[-1:]),
-                reward=Made("trajectories[].reward", trajectory.get("reward")),
-                finish_reason=Made("termination_reason", _LIMITS.get(reason, "") if place == len(steps) - 1 else ""),
-                failure=Made("termination_reason", _FAILURES.get(reason, "")),
-                group=Made(
+                prompt=DerivedField("chat_completions", talk[:-1]),
+                completion=DerivedField("the last of chat_completions", talk[-1:]),
+                reward=DerivedField("trajectories[].reward", trajectory.get("reward")),
+                finish_reason=DerivedField(
+                    "termination_reason", _LIMITS.get(reason, "") if place == len(steps) - 1 else ""
+                ),
+                failure=DerivedField("termination_reason", _FAILURES.get(reason, "")),
+                group=DerivedField(
                     "training_step, task_hash and name",
                     (values["training_step"], values["epoch"], values["task_hash"], trajectory.get("name")),
                 ),
@@ -149,13 +151,13 @@ def _choices(row: Fields, histories: Sequence[Marked], group: tuple[str, Any]) -
                 continue
             num_sampled += 1
             yield row.record(
-                prompt=Made("messages before the choice", [before for before, _, _ in history[:place]]),
-                completion=Made("the choice", [message]),
+                prompt=DerivedField("messages before the choice", [before for before, _, _ in history[:place]]),
+                completion=DerivedField("the choice", [message]),
                 reward="reward",
-                finish_reason=None if end is None else Made("finish_reason", end),
-                failure=Made("", ""),
-                policy_version=Made("STEP of the file's name", or_unknown(step)),
-                group=Made("the group", (split, step, *group)),
+                finish_reason=None if end is None else DerivedField("finish_reason", end),
+                failure=DerivedField("", ""),
+                policy_version=DerivedField("STEP of the file's name", or_unknown(step)),
+                group=DerivedField("the group", (split, step, *group)),
                 meta={"metadata": json.loads(metadata) if isinstance(metadata, str) else metadata}
                 | {name: row.row.get(name) for name in ("metrics", "logs")},
                 flags={"one_prompt": False, "evaluation": split not in ("", "train")},

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange.fields import Fields, Made, part_of
+from rlhf_pipeline.exchange.fields import DerivedField, Fields, part_of
 from rlhf_pipeline.exchange.tools.registry import RawRollouts, or_unknown, tool
 from trajectory_store.recorder.raw_rollout import (
     RawRollout,
@@ -51,10 +51,10 @@ def _documents(row: Fields, document: Row, trial: Row, parent: Row, depth: int =
     if parts and parts[-1]["one_turn"] and (after := as_ids(extra.get("token_ids_after") or [], "token_ids_after")):
         values = parts[-1]["made"]  # what an environment said last, which no prompt has
         for name, filling in (("completion_ids", after), ("completion_mask", [0] * len(after))):
-            values[name] = Made(values[name].how, [*values[name].value, *filling])
+            values[name] = DerivedField(values[name].how, [*values[name].value, *filling])
         for name in ("log_probs", "ref_log_probs"):
             if name in values:
-                values[name] = Made(values[name].how, [*values[name].value, *[None] * len(after)])
+                values[name] = DerivedField(values[name].how, [*values[name].value, *[None] * len(after)])
     for place, part in enumerate(parts):
         yield _record(row, document, part, extra, trial, (place, depth))
     for subagent in document.get("subagent_trajectories") or ():
@@ -68,9 +68,9 @@ def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where
     stored_meta = part_of(extra, "stored_meta")
     compared = (task, agent.get("name"), *([depth] if depth else []))  # an agent that another called has another task
     if extra.get("created_at") is not None:
-        part["made"]["created_at"] = Made("extra.created_at", extra["created_at"])
+        part["made"]["created_at"] = DerivedField("extra.created_at", extra["created_at"])
     if extra.get("completion"):
-        part["made"]["completion"] = Made("extra.completion", extra["completion"])
+        part["made"]["completion"] = DerivedField("extra.completion", extra["completion"])
     used_fields = {
         "reward",
         "group",
@@ -92,15 +92,15 @@ def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where
     }
     return row.of({**extra, "extra": extra, "trial": trial}).record(
         part["made"],
-        reward=Made("extra.reward", extra["reward"]) if "reward" in extra else _reward_of(row, trial),
-        advantage=Made("extra.advantage", extra.get("advantage")),
-        answer=Made("extra.answer", extra.get("answer")),
-        temperature=Made("extra.temperature", extra.get("temperature")),
-        log_prob_mode=Made("extra.log_prob_mode", extra.get("log_prob_mode")),
-        policy_version=Made("extra.version", or_unknown(extra.get("version", extra.get("policy_version")))),
-        finish_reason=Made("extra.finish_reason", extra.get("finish_reason")),
-        failure=Made("extra.failure_reason", as_failure(extra.get("failure_reason", failed), "failure_reason")),
-        group=None if task is None else Made("extra.group or the trial's task", compared),
+        reward=DerivedField("extra.reward", extra["reward"]) if "reward" in extra else _reward_of(row, trial),
+        advantage=DerivedField("extra.advantage", extra.get("advantage")),
+        answer=DerivedField("extra.answer", extra.get("answer")),
+        temperature=DerivedField("extra.temperature", extra.get("temperature")),
+        log_prob_mode=DerivedField("extra.log_prob_mode", extra.get("log_prob_mode")),
+        policy_version=DerivedField("extra.version", or_unknown(extra.get("version", extra.get("policy_version")))),
+        finish_reason=DerivedField("extra.finish_reason", extra.get("finish_reason")),
+        failure=DerivedField("extra.failure_reason", as_failure(extra.get("failure_reason", failed), "failure_reason")),
+        group=None if task is None else DerivedField("extra.group or the trial's task", compared),
         one_turn=part["one_turn"],
         meta=dict(part_of(stored_meta, "prompt"))
         | {name: stored_meta[name] for name in ("untrusted_reward", "encoded") if name in stored_meta}
@@ -127,7 +127,7 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
     if not with_ids:
         talk = [message for step in steps for message in _messages(step)]
         first = sum(len(_messages(step)) for step in steps[: agents[0]])
-        values = {"prompt": Made("steps", talk[:first]), "completion": Made("steps", talk[first:])}
+        values = {"prompt": DerivedField("steps", talk[:first]), "completion": DerivedField("steps", talk[first:])}
         return [{"made": values, "one_turn": len(talk) == first + 1}]
     if lacking := [place for place in agents if place not in with_ids]:
         raise DataError(f"steps[{lacking[0]}] was sampled and has no completion_token_ids, which other steps have.")
@@ -168,21 +168,21 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
     return [{"made": _made_of(whole), "one_turn": True} for whole in parts]
 
 
-def _made_of(whole: Row) -> dict[str, Made]:
+def _made_of(whole: Row) -> dict[str, DerivedField]:
     start = whole["start"]
     values = {
-        "prompt_ids": Made("metrics.prompt_token_ids", whole["tokens"][:start]),
-        "completion_ids": Made("metrics.completion_token_ids", whole["tokens"][start:]),
-        "completion_mask": Made("prompt_token_ids of later steps", whole["mask"][start:]),
-        "prompt": Made("steps", text_of(whole["prompt"])),
-        "completion": Made("steps", "\n\n".join(text for text in whole["texts"] if text)),
+        "prompt_ids": DerivedField("metrics.prompt_token_ids", whole["tokens"][:start]),
+        "completion_ids": DerivedField("metrics.completion_token_ids", whole["tokens"][start:]),
+        "completion_mask": DerivedField("prompt_token_ids of later steps", whole["mask"][start:]),
+        "prompt": DerivedField("steps", text_of(whole["prompt"])),
+        "completion": DerivedField("steps", "\n\n".join(text for text in whole["texts"] if text)),
     }
     if any(score is not None for score in whole["scores"]):
-        values["log_probs"] = Made("metrics.logprobs", whole["scores"][start:])
+        values["log_probs"] = DerivedField("metrics.logprobs", whole["scores"][start:])
     if any(score is not None for score in whole["reference"]):
-        values["ref_log_probs"] = Made("metrics.extra.ref_log_probs", whole["reference"][start:])
+        values["ref_log_probs"] = DerivedField("metrics.extra.ref_log_probs", whole["reference"][start:])
     if whole["timestamp"] is not None:
-        values["created_at"] = Made("timestamp of the last sampled step", _seconds(whole["timestamp"]))
+        values["created_at"] = DerivedField("timestamp of the last sampled step", _seconds(whole["timestamp"]))
     return values
 
 
@@ -222,7 +222,7 @@ def _trial_of(path: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _reward_of(row: Fields, trial: Row) -> Made | None:
+def _reward_of(row: Fields, trial: Row) -> DerivedField | None:
     """Return the verifier's reward of a trial: the only one, or the one called reward."""
     rewards = part_of(part_of(trial, "verifier_result"), "rewards")
     if len(rewards) > 1 and "reward" not in rewards and "reward" not in row.field_paths and not row.for_display:
@@ -232,4 +232,4 @@ def _reward_of(row: Fields, trial: Row) -> Made | None:
             f"--field reward=trial.verifier_result.rewards.{name}"
         )
     reward = rewards.get("reward", next(iter(rewards.values()), None))
-    return None if reward is None else Made("verifier_result.rewards of result.json", reward)
+    return None if reward is None else DerivedField("verifier_result.rewards of result.json", reward)

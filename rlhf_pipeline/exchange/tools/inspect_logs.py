@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange.fields import NONE, Fields, Made, part_of
+from rlhf_pipeline.exchange.fields import NONE, DerivedField, Fields, part_of
 from rlhf_pipeline.exchange.tools.registry import NO_SCORES, NO_TOKENS, RawRollouts, tool
 from trajectory_store.recorder.raw_rollout import CUT, Row, excerpt, is_messages
 
@@ -44,14 +44,14 @@ def _sample(row: Fields, log: Fields) -> RawRollouts:
     end = CUT if limit in ("token", "context") else choices[0].get("stop_reason")
     task = part_of(sample, "eval").get("task")
     yield row.record(
-        prompt=Made("messages", talk[:first]),
-        completion=Made("messages", talk[first:]),
-        reward=Made("none", None) if "reward" not in row.field_paths else None,
-        answer=Made("target", sample.get("target")),
-        finish_reason=Made("stop_reason, limit", end),
-        failure=Made("error, limit", failure),
-        temperature=Made("plan.config.temperature", _temperature(sample)),
-        group=Made("id", str(sample["id"])),
+        prompt=DerivedField("messages", talk[:first]),
+        completion=DerivedField("messages", talk[first:]),
+        reward=DerivedField("none", None) if "reward" not in row.field_paths else None,
+        answer=DerivedField("target", sample.get("target")),
+        finish_reason=DerivedField("stop_reason, limit", end),
+        failure=DerivedField("error, limit", failure),
+        temperature=DerivedField("plan.config.temperature", _temperature(sample)),
+        group=DerivedField("id", str(sample["id"])),
         one_turn=len(talk) == first + 1,
         meta={"epoch": sample.get("epoch"), "scores": sample.get("scores"), "task": task},
         flags={} if sample.get("uuid") is None else {"identity": ("inspect", str(sample["uuid"]))},

@@ -101,9 +101,9 @@ class HTTPEngine:
         self._max_positions = max_positions
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._look_s = look_s
-        self._known: _Server | None = None
+        self._server_facts: _Server | None = None
         self._label: str | None = None
-        self._given: tuple[Path, int] | None = None
+        self._sent_weights: tuple[Path, int] | None = None
         self._paused = False
         self._lock = threading.RLock()
         self._calls: set[_ServerCall] = set()
@@ -173,11 +173,11 @@ class HTTPEngine:
                 save_file({name: t.detach().clone() for name, t in weights.items()}, f"{folder}/model.safetensors")
                 (Path(folder) / "config.json").write_text("{}", encoding="utf-8")
                 self._give(Path(folder), version, tag=uuid.uuid4().hex[:8])
-            self._given = None
+            self._sent_weights = None
             return
         with _turn(weights):
             self._give(weights, version)
-        self._given = (weights, version)
+        self._sent_weights = (weights, version)
 
     def abort(self) -> None:
         """End the completions that this engine is waiting for; see `Engine.abort`."""
@@ -194,7 +194,7 @@ class HTTPEngine:
 
     def _server(self) -> _Server:
         """Return what the server reports about itself, checked; asked again only after a connection broke."""
-        server = self._known
+        server = self._server_facts
         if server is not None:
             return server
         status, info = self._ask_status("GET", "/server_info?config_format=json")
@@ -211,11 +211,11 @@ class HTTPEngine:
                 f"the server at {self.name} reports {mode}, which are not the log-probs of the distribution that it "
                 f"samples from. Start it like this: {START}"
             )
-        self._known = _Server(
+        self._server_facts = _Server(
             max_model_len=model.get("max_model_len"),
             max_num_seqs=int(config.get("scheduler_config", {}).get("max_num_seqs") or 1),
         )
-        return self._known
+        return self._server_facts
 
     def _give(self, folder: Path, version: int, *, tag: str | None = None) -> None:
         label = f"{self._owner}:{version}:{_folder_tag(folder) if tag is None else tag}"
@@ -253,8 +253,8 @@ class HTTPEngine:
         self._server()
         if self._label is None or self._has_weights():
             return
-        if self._given is not None:
-            folder, version = self._given
+        if self._sent_weights is not None:
+            folder, version = self._sent_weights
             with _turn(folder):
                 if self._has_weights():
                     return
@@ -359,7 +359,7 @@ class _ServerCall:
         """When the server last answered, and when it was last asked for its health."""
         self._lock = threading.Lock()
         self._open: set[str] = set()
-        self._held: list[http.client.HTTPConnection] = []
+        self._connections: list[http.client.HTTPConnection] = []
         self._aborted = False
         self._over = threading.Event()
         """Set when replies are no longer needed."""
@@ -430,7 +430,7 @@ class _ServerCall:
         if names:
             with contextlib.suppress(_Unreachable):
                 self._engine._exchange("POST", "/abort_requests", {"request_ids": names}, timeout=5.0)
-        for connection in list(self._held):
+        for connection in list(self._connections):
             if connection.sock is not None:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(2)
@@ -449,7 +449,7 @@ class _ServerCall:
                         "/inference/v1/generate",
                         {"request_id": name, "token_ids": job.tokens, "sampling_params": job.sampling},
                         timeout=None,
-                        connections=self._held,
+                        connections=self._connections,
                     )
                 if status < 500:
                     self._heard = time.monotonic()
@@ -466,7 +466,7 @@ class _ServerCall:
             pause = min(2 * pause, 5.0)
             with engine._lock:
                 if not self._over.is_set():
-                    engine._known = None  # it may be another server by now
+                    engine._server_facts = None  # it may be another server by now
                     engine._restore()
         return [Row() for _ in range(job.members)]
 

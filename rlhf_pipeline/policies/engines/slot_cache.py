@@ -170,23 +170,23 @@ class _SlotLayer(CacheLayer):
     def __init__(self, owner: SlotCache, num_states: int) -> None:
         super().__init__(num_states)
         self.owner = weakref.proxy(owner)
-        self.held: dict[tuple[str, int], Tensor] = {}
+        self.by_place: dict[tuple[str, int], Tensor] = {}
         self.has_previous_state = dict.fromkeys(range(num_states), True)
 
     def hold(self, target: Tensor, rows: dict[tuple[str, int], Tensor], source: Tensor) -> None:
         """Copy these states of rows `source` to slots `target`."""
         for place, state in rows.items():
-            if place not in self.held:
+            if place not in self.by_place:
                 kind, i = place
-                self.held[place] = state.new_zeros((self.owner.num_slots, *state.shape[1:]))
+                self.by_place[place] = state.new_zeros((self.owner.num_slots, *state.shape[1:]))
                 getattr(self, f"is_{kind}_initialized")[i] = True
                 if kind == "conv_states":
                     self.conv_kernel_size[i] = state.shape[-1]
-            self.held[place][target] = state[source]
+            self.by_place[place][target] = state[source]
 
     def show(self, rows: int) -> None:
         """Let the model see the states of the first rows."""
-        for (kind, i), tensor in self.held.items():
+        for (kind, i), tensor in self.by_place.items():
             getattr(self, kind)[i] = tensor[:rows]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -287,7 +287,7 @@ class SlotCache(LayerCache):
             if layer.keys is not None and layer.values is not None:
                 layer.keys[target, :, window] = layer.keys[source, :, window]
                 layer.values[target, :, window] = layer.values[source, :, window]
-            for tensor in layer.held.values():
+            for tensor in layer.by_place.values():
                 tensor[target] = tensor[source]
 
     def insert(self, target: Tensor, states: States, source: Tensor) -> None:

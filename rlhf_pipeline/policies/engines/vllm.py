@@ -63,7 +63,7 @@ class VLLMEngine:
         self._vocab = vocab
         self.gate = Gate()
         self.aborts = 0
-        self._one = threading.Lock()
+        self._exclusive = threading.Lock()
         self._num_requests = 0
         with _in_this_process():
             try:
@@ -96,7 +96,7 @@ class VLLMEngine:
         """See `Engine.generate`; seeds as in `HTTPEngine.generate`."""
         jobs = jobs_of(request, self._limits(request), most=None)
         rows = [Row() for _ in range(request.count)]
-        with self._one, self.gate, self._call(request.deadline_s) as call:
+        with self._exclusive, self.gate, self._call(request.deadline_s) as call:
             for job in jobs:
                 call.add(job, rows[job.first : job.first + job.members], job.first)
             while call.has_requests and not call.must_end():
@@ -114,7 +114,7 @@ class VLLMEngine:
         arrived = threading.Event()
         partner.listen(arrived.set)
         sampled: dict[int, tuple[Request, Row]] = {}
-        with self._one, self.gate, self._call(request.deadline_s) as call:
+        with self._exclusive, self.gate, self._call(request.deadline_s) as call:
             while not call.must_end():
                 for place, turn in turns.take():
                     (job,) = jobs_of(turn, self._limits(turn), most=None)

@@ -284,7 +284,7 @@ class _Pulse:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Any, float]] = {}
+        self._last_values: dict[str, tuple[Any, float]] = {}
 
     def verdict(self, heartbeat: Mapping[str, Any], config: SupervisorConfig) -> str | None:
         """Return why its process hangs, or None."""
@@ -302,9 +302,9 @@ class _Pulse:
 
     def _unchanged_s(self, name: str, value: object) -> float:
         now = time.monotonic()
-        if name not in self._seen or self._seen[name][0] != value:
-            self._seen[name] = (value, now)
-        return now - self._seen[name][1]
+        if name not in self._last_values or self._last_values[name][0] != value:
+            self._last_values[name] = (value, now)
+        return now - self._last_values[name][1]
 
 
 def signal_name(number: int) -> str:

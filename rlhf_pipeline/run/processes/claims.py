@@ -142,21 +142,21 @@ class RequestedEvaluations(ClaimableWork):
     def __init__(self, stored: Callable[[], Container[int]]) -> None:
         self._stored = stored
         self._done: Container[int] = ()
-        self._asked: set[int] = set()
+        self._requested: set[int] = set()
         self._version = -1
 
     def look(self, published: Published) -> None:
         """Read which evaluations are new; the learner may not have seen them, as it waits for a rollout."""
         self._done = self._stored()
-        self._asked, self._version = {*published.evaluate}, published.version
+        self._requested, self._version = {*published.evaluate}, published.version
 
     def is_done(self, number: int) -> bool:
         """Return whether it is stored or no longer asked for; a later step is one that this process has not seen."""
-        return number in self._done or (number <= self._version and number not in self._asked)
+        return number in self._done or (number <= self._version and number not in self._requested)
 
     def free(self, published: Published, in_flight: Mapping[int, int]) -> int | None:
         """Return the first step on which no collector works."""
-        return min((step for step in self._asked - in_flight.keys() if step not in self._done), default=None)
+        return min((step for step in self._requested - in_flight.keys() if step not in self._done), default=None)
 
 
 class Claims(ABC):

@@ -53,7 +53,7 @@ class Heartbeat:
         """Fields of every beat from now on."""
         self._path = folder / f"{name}.json"
         self._started = time.time()
-        self._said: dict[str, Any] = {}
+        self._reported: dict[str, Any] = {}
         self._since, self._changed = 0.0, math.inf
         self._written = -math.inf
         """When the file was last written, by the monotonic clock."""
@@ -75,10 +75,10 @@ class Heartbeat:
         """Report what the process does now. An unchanged state is written at most once a second."""
         fields_now = {"state": state, **fields}
         with self._lock:
-            if fields_now == self._said and time.monotonic() - self._written < 1.0:
+            if fields_now == self._reported and time.monotonic() - self._written < 1.0:
                 return
-            if fields_now != self._said:
-                self._said, self._since, self._changed = fields_now, time.time(), math.inf
+            if fields_now != self._reported:
+                self._reported, self._since, self._changed = fields_now, time.time(), math.inf
             self._write()
             self._changed = min(self._changed, self._written)
 
@@ -89,12 +89,12 @@ class Heartbeat:
     def _renew(self) -> None:
         while not self._leave.wait(RENEWAL_S):
             with self._lock, suppress(OSError):  # the main thread reports a full disk
-                if self._said and time.monotonic() - self._written >= RENEWAL_S / 2:
+                if self._reported and time.monotonic() - self._written >= RENEWAL_S / 2:
                     self._write()
             self._leave_if_hung()
 
     def _leave_if_hung(self) -> None:
-        state, busy = str(self._said.get("state", "")), time.monotonic() - self._changed
+        state, busy = str(self._reported.get("state", "")), time.monotonic() - self._changed
         if self._progress_timeout_s is None or is_idle(state) or busy <= self._progress_timeout_s:
             return
         message = f"{self.name} has been {state!r} for {busy:.0f} s (--progress-timeout), and leaves"
@@ -104,7 +104,7 @@ class Heartbeat:
 
     def _write(self) -> None:
         process_fields = {"name": self.name, "pid": os.getpid(), "started": self._started, "time": time.time()}
-        write_heartbeat(self._path, {**process_fields, "since": self._since, **self.facts, **self._said})
+        write_heartbeat(self._path, {**process_fields, "since": self._since, **self.facts, **self._reported})
         self._written = time.monotonic()
 
 

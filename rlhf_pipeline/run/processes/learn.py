@@ -124,7 +124,7 @@ class _Publisher:
         save = self._parts.policy.save_pretrained if same is None else None
         self._published = publish(self._run, published, save=save, sync=self._sync)
         if self._evaluations is not None:
-            self._evaluations.asked = dict(self._published.evaluate)
+            self._evaluations.requested = dict(self._published.evaluate)
         self._row = self._ledger.planned(step)
         self._source.note_weights(step, self._published.digest)
 

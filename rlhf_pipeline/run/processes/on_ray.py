@@ -87,14 +87,14 @@ class Placed:
         self._name = name
         self._log = log
         self._code: int | None = None
-        self._asked = actor.look.remote()
+        self._pending_look = actor.look.remote()
 
     def poll(self) -> int | None:
         """Return the exit code, or None; a process whose node is gone counts as killed."""
-        if self._code is None and self._ray.wait([self._asked], timeout=0)[0]:
+        if self._code is None and self._ray.wait([self._pending_look], timeout=0)[0]:
             try:
-                self._take(self._ray.get(self._asked))
-                self._asked = self._actor.look.remote()
+                self._take(self._ray.get(self._pending_look))
+                self._pending_look = self._actor.look.remote()
             except self._ray.exceptions.RayError as error:
                 logger.warning("%s: lost with its actor: %s", self._name, str(error).partition("\n")[0])
                 self._code = -signal.SIGKILL

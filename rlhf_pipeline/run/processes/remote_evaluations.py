@@ -32,14 +32,14 @@ class RemoteEvaluations(Evaluations):
         self._run = run
         self._heartbeat = heartbeat
         before = read_published(run)
-        self.asked = {} if before is None else before.evaluate
+        self.requested = {} if before is None else before.evaluate
 
     def ask(self, step: int, digest: int) -> dict[int, int]:
         """Return what to ask for with the newest weights, those of a step: digests by version."""
-        self.asked = {version: requested for version, requested in self.asked.items() if version < step}
+        self.requested = {version: requested for version, requested in self.requested.items() if version < step}
         if self.is_due(step) and not self.has(step):
-            self.asked[step] = digest
-        return dict(self.asked)
+            self.requested[step] = digest
+        return dict(self.requested)
 
     def after(self, step: int, stop: StopRequest) -> Figures:
         """Return the figures of the newest evaluation that has arrived of each set, with its step."""
@@ -47,30 +47,30 @@ class RemoteEvaluations(Evaluations):
 
     def retained_steps(self, step: int) -> set[int]:
         """Return the best step, and those that may turn out to be."""
-        return super().retained_steps(step) | (set() if self._deciding is None else {*self.asked})
+        return super().retained_steps(step) | (set() if self._deciding is None else {*self.requested})
 
     def wait(self, stop: StopRequest) -> bool:
         """Wait for all that was asked for."""
         pause, alone_at = Pause(self._run.patience_s), time.monotonic() + ALONE_S
         self._arrived()
-        while self.asked and not stop:
-            self._heartbeat.beat("waiting for an evaluation", step=min(self.asked))
+        while self.requested and not stop:
+            self._heartbeat.beat("waiting for an evaluation", step=min(self.requested))
             if time.monotonic() > alone_at:
                 alone_at = float("inf")
                 say_if_alone(self._run, "an evaluation", self._on_event)
             pause.sleep()
             self._arrived()
-        return not self.asked
+        return not self.requested
 
     def _arrived(self) -> Figures:
         """Report the evaluations stored since the last call; return the figures of each set's newest one."""
         all_figures: Figures = {}
-        for entry in self.sets if self.asked else ():
+        for entry in self.sets if self.requested else ():
             entry.store.refresh()
             for step, figures in entry.new():
                 self._tell(entry, step, figures, newest=max(entry.values))
                 all_figures |= of_set(entry.name, {"evaluation/step": step, **figures})
-        self.asked = {step: digest for step, digest in self.asked.items() if not self.has(step)}
+        self.requested = {step: digest for step, digest in self.requested.items() if not self.has(step)}
         return all_figures
 
 

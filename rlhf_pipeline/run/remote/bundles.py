@@ -51,14 +51,14 @@ class BundledFolders:
     def __init__(self, bucket: ObstoreBucket, root: Path) -> None:
         self._bucket = bucket
         self._root = root
-        self._kept: dict[str, Files] | None = None
+        self._bundles: dict[str, Files] | None = None
         """The content of the bucket by folder; None until this process first writes, which removes unused packs."""
         self._here: dict[str, Span] = {}
         """Pieces in files of this process, by their hash."""
 
     def keep(self, name: str) -> None:
         """Put the missing pieces of a folder, then the list of its pieces."""
-        bundles = self._all_kept()
+        bundles = self._all_bundles()
         spans = {content: span for files in bundles.values() for pieces in files.values() for content, span in pieces}
         files: dict[str, list[str]] = {}
         new: dict[str, bytes] = {}
@@ -93,7 +93,7 @@ class BundledFolders:
 
     def drop(self, name: str) -> None:
         """Remove a folder, and the packs that no other folder needs."""
-        bundles = self._all_kept()
+        bundles = self._all_bundles()
         files = bundles.pop(name, None)
         if files is not None:
             self._bucket.delete([f"{name}.json"])
@@ -169,11 +169,11 @@ class BundledFolders:
         del self._here[content]
         return None
 
-    def _all_kept(self) -> dict[str, Files]:
-        if self._kept is None:
-            self._kept = self._listed_folders()
+    def _all_bundles(self) -> dict[str, Files]:
+        if self._bundles is None:
+            self._bundles = self._listed_folders()
             self._sweep(set(self._bucket.keys(f"{PACKS}/")))
-        return self._kept
+        return self._bundles
 
     def _listed_folders(self) -> dict[str, Files]:
         names = [f"{parent}/{name}" for parent in SEALED for name in self.names(parent)]
@@ -181,7 +181,7 @@ class BundledFolders:
         return {name: _files_of(raw, name) for name, raw in read if raw is not None}
 
     def _sweep(self, packs: set[str]) -> None:
-        used = {span.where for files in (self._kept or {}).values() for some in files.values() for _, span in some}
+        used = {span.where for files in (self._bundles or {}).values() for some in files.values() for _, span in some}
         self._bucket.delete(sorted(packs - used - {""}))
 
 

@@ -48,7 +48,7 @@ class Leases:
     def __init__(self, bucket: ObstoreBucket) -> None:
         self._bucket = bucket
         self.seconds = number_from(LEASE_S, _DEFAULT_S)
-        self._seen: dict[str, tuple[str, float]] = {}
+        self._tags: dict[str, tuple[str, float]] = {}
         """The tag of each lease by name, and since when it has been the same."""
         self._looked = -math.inf
 
@@ -124,12 +124,12 @@ class Leases:
             tags = self._bucket.tags(folder)
             leases = {key: tag for key, tag in tags.items() if key.endswith(".lease")}
             names = {key.removeprefix(folder).removesuffix(".lease"): tag for key, tag in leases.items()}
-            before, self._seen = self._seen, {}
+            before, self._tags = self._tags, {}
             for name, tag in names.items():
                 previous = before.get(name)
-                self._seen[name] = (tag, now) if previous is None or previous[0] != tag or late else previous
+                self._tags[name] = (tag, now) if previous is None or previous[0] != tag or late else previous
             self._looked = now
-        return {name for name, (_, since) in self._seen.items() if now - since < self.seconds}
+        return {name for name, (_, since) in self._tags.items() if now - since < self.seconds}
 
     @staticmethod
     def _key(name: str) -> str:

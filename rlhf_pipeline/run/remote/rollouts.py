@@ -32,7 +32,7 @@ class BucketRollouts(Rollouts):
 
     def __init__(self, bucket: ObstoreBucket) -> None:
         self._bucket = bucket
-        self._told = RolloutSet()
+        self._reported = RolloutSet()
 
     @staticmethod
     def begin(bucket: ObstoreBucket) -> None:
@@ -45,12 +45,12 @@ class BucketRollouts(Rollouts):
 
     def new(self, returned: RolloutSet) -> list[int]:
         """List the rollouts after the known ones."""
-        first = max(returned.lowest_missing, self._told.lowest_missing)
+        first = max(returned.lowest_missing, self._reported.lowest_missing)
         keys = self._bucket.keys(f"{filenames.ROLLOUTS}/", _key(first - 1) if first else "")
         numbers = [int(key.rpartition("/")[2][:-5]) for key in keys if key.endswith(".json")]
-        new_rollouts = [number for number in numbers if number not in returned and number not in self._told]
+        new_rollouts = [number for number in numbers if number not in returned and number not in self._reported]
         for number in new_rollouts:
-            self._told.add(number)
+            self._reported.add(number)
         return new_rollouts
 
     def get(self, rollout: int) -> StoredRollout | None:
@@ -73,7 +73,7 @@ class LeasedClaims(Claims):
         self._mirror = mirror
         self._key = f"{work.place}.json"
         self._store = store
-        self._held: int | None = None
+        self._claimed: int | None = None
         store.on_segment(self._note_segment)
 
     def close(self) -> None:
@@ -112,20 +112,20 @@ class LeasedClaims(Claims):
             if segment != self._store.segment:
                 self._store.fence(segment)
         self.is_first = number not in flying
-        self._held = number
+        self._claimed = number
         return number
 
     def release(self, *, done: bool) -> None:
         """Release the claim: the work is done, or free for the next try."""
-        number, self._held = self._held, None
+        number, self._claimed = self._claimed, None
         if number is not None and not done:
             self._change(number)
 
     def _note_segment(self, segment: int) -> None:
         """Note in the claim the segment that is appended to from now on."""
-        if self._held is not None and not self._change(self._held, segment=segment):
+        if self._claimed is not None and not self._change(self._claimed, segment=segment):
             raise LeaseLostError(
-                f"{self.work.what} {self._held} was taken over by another collector: this one was stalled for more "
+                f"{self.work.what} {self._claimed} was taken over by another collector: this one was stalled for more "
                 f"than {self._mirror.leases.seconds:g} s. Its samples are dropped."
             )
 

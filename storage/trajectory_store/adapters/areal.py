@@ -68,7 +68,7 @@ class RecordingWorkflow:
             )
         self.inner, self._recorder, self.temperature = inner, recorder, temperature
         self._id, self._numbers = uuid.uuid4().hex, itertools.count()
-        self._asked: tuple[Any, int, str] | None = None
+        self._open_task: tuple[Any, int, str] | None = None
         """The task that asks for episodes, the identity of their data, and their group, until the first one begins."""
         for base in type(inner).__mro__:
             if base.__name__ == "RolloutWorkflow":
@@ -85,13 +85,13 @@ class RecordingWorkflow:
     def arun_episode(self, engine: Any, data: dict[str, Any]) -> Awaitable[Any]:
         """Return what the workflow returns, once it is recorded."""
         asking = (_task(), id(data))
-        if self._asked is None or self._asked[:2] != asking:
-            self._asked = (*asking, str(next(self._numbers)))
-        return self._run(engine, data, self._asked[2])
+        if self._open_task is None or self._open_task[:2] != asking:
+            self._open_task = (*asking, str(next(self._numbers)))
+        return self._run(engine, data, self._open_task[2])
 
     async def _run(self, engine: Any, data: dict[str, Any], group: str) -> Any:
-        if self._asked is not None and self._asked[2] == group:
-            self._asked = None
+        if self._open_task is not None and self._open_task[2] == group:
+            self._open_task = None
         episode = await self.inner.arun_episode(engine, data)
         if episode:
             self._record(episode, data, group)

@@ -44,7 +44,7 @@ class StoreCapture:
         self.path = Path(store).expanduser()
         self.store = open_or_create(self.path, standard_schema([*FAILURES, *_COLUMNS]), durability)
         self._lock = threading.Lock()
-        self._seen: set[int] = set()
+        self._read_rows: set[int] = set()
         self._events: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
         """By rollout: the kind, the call and the row of each event."""
 
@@ -146,15 +146,15 @@ class StoreCapture:
         """Return the events of a rollout, those of other processes too."""
         self.store.refresh()
         ids = self.store.ids()
-        new = list(itertools.takewhile(lambda row: row not in self._seen, map(int, ids[::-1])))[::-1]
-        if len(self._seen) + len(new) != len(ids):  # some are not the newest, or are evicted
-            self._seen.intersection_update(ids.tolist())
-            new = [row for row in ids.tolist() if row not in self._seen]
+        new = list(itertools.takewhile(lambda row: row not in self._read_rows, map(int, ids[::-1])))[::-1]
+        if len(self._read_rows) + len(new) != len(ids):  # some are not the newest, or are evicted
+            self._read_rows.intersection_update(ids.tolist())
+            new = [row for row in ids.tolist() if row not in self._read_rows]
         if new:
             new_events = self.store.read(np.array(new), ["capture_kind", "rollout_id", "call_id"])
             for row, kind, of, call in zip(new, *new_events.values(), strict=True):
                 self._events[of].append((kind, call, row))
-            self._seen.update(new)
+            self._read_rows.update(new)
         return list(self._events[rollout])
 
     def _payload(self, row: int) -> str:

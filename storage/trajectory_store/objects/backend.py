@@ -88,12 +88,12 @@ class ObjectMedium(Medium):
         self._options = cache_dir, cache_bytes
         max_bytes = int(number_from(CACHE_BYTES, 1 << 34)) if cache_bytes is None else cache_bytes
         self._cache = Cache(cache_dir, max_bytes)
-        self._own: dict[int, list[Commit]] = {}
+        self._own_commits: dict[int, list[Commit]] = {}
         _open_here.add(self)
 
     def begin_anew(self) -> None:
         """Start afresh after a fork: the parent's commits and files are those of another process."""
-        self._own.clear()
+        self._own_commits.clear()
         self._cache.remove.detach()
         self._cache.begin()
 
@@ -122,10 +122,10 @@ class ObjectMedium(Medium):
         return list(out)
 
     def _read_all(self, segments: Sequence[ObjectSegment]) -> None:
-        self.refresh([s for s in segments if s.ordinal in self._own])
-        self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own], opening=True)
+        self.refresh([s for s in segments if s.ordinal in self._own_commits])
+        self._catch_up([s for s in segments if not s.finished and s.ordinal not in self._own_commits], opening=True)
         for segment in segments:
-            if segment.may_be_torn and segment.ordinal not in self._own:
+            if segment.may_be_torn and segment.ordinal not in self._own_commits:
                 self._check_objects(segment)
             if segment.finished or not segment.is_live():
                 segment.expect_rows(segment.promised)
@@ -160,7 +160,7 @@ class ObjectMedium(Medium):
         for segment in segments:
             if not isinstance(segment, ObjectSegment):
                 continue
-            own_commits = self._own.get(segment.ordinal)
+            own_commits = self._own_commits.get(segment.ordinal)
             if own_commits is None:
                 asking.append(segment)
                 continue
@@ -255,7 +255,7 @@ class ObjectMedium(Medium):
             least = claim(ordinal, meta.salt)
             if least == ordinal:
                 self.bucket.put_once(f"{segment_name(ordinal)}/{COPY}", raw)
-                own_commits = self._own[ordinal] = []
+                own_commits = self._own_commits[ordinal] = []
                 return ObjectWriter(self.bucket, ordinal, meta, own_commits, lock, compress=self._root.compress)
             lock = None  # which releases it
 
@@ -531,7 +531,7 @@ class ObjectWriter(SegmentWriter):
     ) -> None:
         super().__init__(ordinal, meta)
         self._bucket = bucket
-        self._own = own_commits
+        self._own_commits = own_commits
         self._lock = lock
         self._compress = compress
         self._name = segment_name(ordinal)
@@ -597,8 +597,8 @@ class ObjectWriter(SegmentWriter):
 
     def _count(self, commit: Commit) -> None:
         """Count a commit that is there; to do so again changes nothing."""
-        if len(self._own) == commit.seq:
-            self._own.append(commit)
+        if len(self._own_commits) == commit.seq:
+            self._own_commits.append(commit)
         self.rows, self.ends, self.last_time, self.records = (
             commit.rows_end,
             dict(commit.ends),
@@ -614,7 +614,7 @@ class ObjectWriter(SegmentWriter):
     def _block(self) -> list[list[int]]:
         if self.records % BLOCK != BLOCK - 1:
             return []
-        return [[c.n_rows, c.time_ns, *c.ends.values()] for c in self._own[1 - BLOCK :]]
+        return [[c.n_rows, c.time_ns, *c.ends.values()] for c in self._own_commits[1 - BLOCK :]]
 
     def finish(self) -> None:
         """Put the end of the segment, after a commit whose call was interrupted; if that fails, upkeep puts it."""
@@ -643,8 +643,8 @@ class ObjectWriter(SegmentWriter):
             end = self._next(self.last_time + 1, 0, dict(self.ends), synced=synced)
             key = commit_key(self._name, end.seq)
             if self._bucket.put_once(key, build(end, {}, compress=False)):
-                if len(self._own) == end.seq:
-                    self._own.append(end)
+                if len(self._own_commits) == end.seq:
+                    self._own_commits.append(end)
                 break
             raw = self._bucket.get(key)
             commit = None if raw is None else read_commit(raw, len(raw), key, self.meta)

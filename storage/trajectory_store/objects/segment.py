@@ -157,9 +157,9 @@ class ObjectSegment(Segment):
         self._complete: set[str] = set()
         """The arrays of a merged segment that are in cached files as a whole."""
         self._indexes: dict[str, Int64Array] = {}
-        self._known: dict[int, tuple[Places, Crcs]] = {}
+        self._contents_by_seq: dict[int, tuple[Places, Crcs]] = {}
         self._pages: dict[tuple[str, int], Int64Array] = {}
-        self._told = 0
+        self._num_reported = 0
         """How many of `gaps` the last search has told of."""
         self.got: dict[str, bytes] = {}
         """Objects that were fetched and not used yet."""
@@ -383,8 +383,8 @@ class ObjectSegment(Segment):
         with self._cache.lock:
             for name in sorted(names, key=lambda name: not self.specs[name].edges):  # where rows are follows from them
                 fetch(name, rows)
-            num_reported, self._told = self._told, len(self.gaps)
-        return self._told > num_reported
+            num_reported, self._num_reported = self._num_reported, len(self.gaps)
+        return self._num_reported > num_reported
 
     def _find_missing(self, name: str, unit: int) -> None:
         """Fetch a part of an array, or leave it out if its object is gone."""
@@ -797,12 +797,12 @@ class ObjectSegment(Segment):
 
         if raw is not None:
             return read(raw, len(raw))
-        if seq not in self._known:
+        if seq not in self._contents_by_seq:
             contents = self._from_end(key, self.bucket.tails([key], [self.bucket.tail])[0], read)
             if contents is None:
                 raise FileNotFoundError(key)
-            self._known[seq] = contents
-        return self._known[seq]
+            self._contents_by_seq[seq] = contents
+        return self._contents_by_seq[seq]
 
     def gap_ids(self, gap: Gap) -> Int64Array:
         """Return the ids of the rows of a gap; for updates those of their targets, where these are known."""

@@ -112,9 +112,9 @@ class TrajectoryRecorder:
         """Unique to this recorder: what adapters name groups under whose trainer counts them from 0 in each process."""
         self._further = {column.name: column for column in (*_FURTHER, *columns)}
         self.store = open_or_create(self.path, standard_schema([*FAILURES, *_SAMPLED]), durability)
-        self._held = contextlib.ExitStack()
+        self._locks = contextlib.ExitStack()
         refusal = f"an import is writing to {self.path}. Wait for it, or record into another store."
-        self._held.enter_context(store_lock(self.path, shared=True, refusal=refusal))
+        self._locks.enter_context(store_lock(self.path, shared=True, refusal=refusal))
         self.num_recorded = 0
         self._base = next_base(self.store)
         self._offset = 0
@@ -122,7 +122,7 @@ class TrajectoryRecorder:
         self._pending: tuple[Any, dict[int, list[float]]] | None = None
         """Completions that some functions have not graded yet, and the rewards of those that have."""
         self._resumed_at: int | None = None
-        self._known = KnownNames()
+        self._names = KnownNames()
         self._lock = threading.RLock()
         self._have_columns(column.name for column in (*FAILURES, *_SAMPLED))
 
@@ -352,7 +352,7 @@ class TrajectoryRecorder:
             if scoped_groups is None:
                 group_ids = (base + self._groups(batch, places, group_size or self.group_size)).tolist()
             else:
-                members = self._known.find_groups(
+                members = self._names.find_groups(
                     self.store, scoped_groups, row_names, batch.prompts, starts, one_prompt=sources.one_prompt
                 )
                 group_ids = [group.group_id for group in members]
@@ -366,9 +366,9 @@ class TrajectoryRecorder:
             self._base = base
         self.num_recorded += num
         if scoped_groups is not None:
-            self._known.add_groups(scoped_groups, members)
+            self._names.add_groups(scoped_groups, members)
         if names is not None:
-            self._known.rows |= zip([(sources.run, name) for name in names], ids.tolist(), strict=True)
+            self._names.rows |= zip([(sources.run, name) for name in names], ids.tolist(), strict=True)
         return ids
 
     def _have_columns(self, names: Iterable[str]) -> None:
@@ -428,15 +428,15 @@ class TrajectoryRecorder:
 
     def _rows_named(self, keys: Sequence[str | int], run: str) -> list[int]:
         names = [(run, key) for key in keys if isinstance(key, str)]
-        if any(name not in self._known.rows for name in names):
-            self._known.recall(self.store)
-        unknown = [name for name in names if name not in self._known.rows]
+        if any(name not in self._names.rows for name in names):
+            self._names.recall(self.store)
+        unknown = [name for name in names if name not in self._names.rows]
         if unknown:
             of_run = f" of run {run!r}" if run else ""
             raise BatchError(
                 f"{self.path} holds no completion named {unknown[0][1]!r}{of_run}; `record` names them by `names`."
             )
-        return [self._known.rows[run, key] if isinstance(key, str) else int(key) for key in keys]
+        return [self._names.rows[run, key] if isinstance(key, str) else int(key) for key in keys]
 
     def _episode_sizes(self, keys: Sequence[str | int], rows: Sequence[int]) -> np.ndarray:
         """Return how many rows the episode of each row has, int64 [n]; each must be the last one of its episode."""
@@ -590,7 +590,7 @@ class TrajectoryRecorder:
         """Close the store; what was recorded stays."""
         if not self.store.closed:
             self.store.close()
-            self._held.close()
+            self._locks.close()
 
     def __enter__(self) -> TrajectoryRecorder:
         return self

@@ -72,7 +72,7 @@ class Looked:
     def after(self, step: int, stop: StopRequest) -> dict[str, float]:
         return self._figures(step)
 
-    def kept(self, step: int) -> set[int]:
+    def retained_steps(self, step: int) -> set[int]:
         return self._kept
 
     def wait(self, stop: StopRequest) -> bool:
