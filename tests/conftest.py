@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.processes import Children
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does: no spinning threads beside other tests
 
@@ -27,6 +30,13 @@ def gsm8k_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"the GSM8K files are not at {folder}")
     return folder
+
+
+@pytest.fixture
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
+    """The processes that a test starts; none outlives it."""
+    with Children(tmp_path_factory.mktemp("children")) as started:
+        yield started
 
 
 def pytest_collection_finish() -> None:

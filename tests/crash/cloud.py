@@ -13,7 +13,6 @@ afterwards, when nothing that it does may count. `test_cloud.py` is the short fo
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import signal
@@ -23,12 +22,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlhf_pipeline import Pipeline
 from rlhf_pipeline.errors import PipelineError, RunExistsError
@@ -40,6 +37,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from tests.crash._s3 import serve
 from tests.crash.kills import tiny
+from tests.processes import Child, Children
 from tests.rlhf_pipeline.small import collect, learn
 from trajectory_store import StoreError, TrajectoryStore
 
@@ -57,16 +55,14 @@ class World:
     place: Address
     pipeline: Pipeline
     folder: Path
+    children: Children
     troubles: Counter[str] = field(default_factory=Counter)
-    lives: dict[str, BaseProcess] = field(default_factory=dict)
-    stopped: list[tuple[float, BaseProcess]] = field(default_factory=list)
+    lives: dict[str, Child] = field(default_factory=dict)
+    stopped: list[tuple[float, Child]] = field(default_factory=list)
 
     def start(self, role: str) -> None:
         """Begin a life: a process with a clock and a cache of its own."""
-        context = multiprocessing.get_context("fork")
-        life = context.Process(target=_live, args=(self, role), name=role)
-        life.start()
-        self.lives[role] = life
+        self.lives[role] = self.children.fork(lambda: _live(self, role), name=role)
 
     @property
     def done(self) -> int:
@@ -76,20 +72,19 @@ class World:
     @property
     def learned(self) -> bool:
         """Whether the learner has come to the end."""
-        return self.lives["learner"].exitcode == 0
+        return self.lives["learner"].poll() == 0
 
     def kill(self, role: str) -> None:
         """Kill a process and start it again."""
         self.lives[role].kill()
-        self.lives[role].join()
         self.troubles[f"{role} killed"] += 1
         self.start(role)
 
     def replace(self, role: str) -> None:
         """Stop a process for longer than its lease, and start another one in its place."""
         life = self.lives[role]
-        if life.is_alive() and life.pid is not None:
-            os.kill(life.pid, signal.SIGSTOP)
+        if life.poll() is None:
+            life.send_signal(signal.SIGSTOP)
             self.stopped.append((time.monotonic() + 2.5 * LEASE_S, life))
             self.troubles[f"{role} stopped and replaced"] += 1
             self.start(role)
@@ -97,24 +92,17 @@ class World:
     def look(self) -> None:
         """Let those go on that were stopped, and start again who ended without being asked to."""
         for until, life in [*self.stopped]:
-            if time.monotonic() > until and life.pid is not None:
-                os.kill(life.pid, signal.SIGCONT)
+            if time.monotonic() > until:
+                life.send_signal(signal.SIGCONT)
                 self.stopped.remove((until, life))
         for role, life in self.lives.items():
-            if life.exitcode not in (None, 0):
-                self.troubles[f"{role} ended with code {life.exitcode}"] += 1
+            if life.poll() not in (None, 0):
+                self.troubles[f"{role} ended with code {life.poll()}"] += 1
                 self.start(role)
-
-    def end(self) -> None:
-        """Kill whoever is left."""
-        for life in [*self.lives.values(), *(life for _, life in self.stopped)]:
-            life.kill()
-            life.join()
 
 
 def _live(world: World, role: str) -> None:
     """One life; ends the process."""
-    torch.set_num_threads(1)
     os.environ["RLHF_PIPELINE_LEASE_S"] = str(LEASE_S)
     os.environ["RLHF_PIPELINE_CACHE"] = str(world.folder / role)
     away, clock, clock_ns = CLOCKS_S[role], time.time, time.time_ns
@@ -157,25 +145,22 @@ def play(world: World, *, seed: int, trouble: bool = False, cut: Callable[[], No
     rng, late = random.Random(seed), time.monotonic() + LATE_S
     for role in CLOCKS_S:
         world.start(role)
-    try:
-        again = 4
-        while not world.learned:
-            assert time.monotonic() < late, f"the run has not ended after {LATE_S:g} s: see {world.folder}"
-            time.sleep(0.05)
-            world.look()
-            if cut is not None and world.done >= again:
-                cut()
-                cut = None
-            if trouble and not world.stopped and world.done >= again:
-                again = world.done + rng.randint(1, 5)
-                time.sleep(rng.random())
-                rng.choice([world.kill, world.kill, world.replace])(rng.choice([*CLOCKS_S]))
-        world.stopped = [(0.0, life) for _, life in world.stopped]
+    again = 4
+    while not world.learned:
+        assert time.monotonic() < late, f"the run has not ended after {LATE_S:g} s: see {world.folder}"
+        time.sleep(0.05)
         world.look()
-        for life in world.lives.values():
-            life.join(30)
-    finally:
-        world.end()
+        if cut is not None and world.done >= again:
+            cut()
+            cut = None
+        if trouble and not world.stopped and world.done >= again:
+            again = world.done + rng.randint(1, 5)
+            time.sleep(rng.random())
+            rng.choice([world.kill, world.kill, world.replace])(rng.choice([*CLOCKS_S]))
+    world.stopped = [(0.0, life) for _, life in world.stopped]
+    world.look()
+    for life in world.lives.values():
+        life.wait(30)
 
 
 def problems(world: World, straight: Path | None) -> Iterator[str]:
@@ -235,9 +220,10 @@ def main(arguments: list[str] | None = None) -> int:
         if args.staleness == 0:
             straight = folder / "straight"
             (folder / "logs").mkdir()
-            play(World(straight, pipeline, folder / "logs"), seed=0)
-        with serve(folder, seed=args.seed) as rig:
-            world = World(rig.url, pipeline, folder)
+            with Children(folder / "logs" / "processes") as children:
+                play(World(straight, pipeline, folder / "logs", children), seed=0)
+        with serve(folder, seed=args.seed) as rig, Children(folder / "processes") as children:
+            world = World(rig.url, pipeline, folder, children)
             play(world, seed=args.seed, trouble=not args.cut, cut=(lambda: rig.cut(args.cut)) if args.cut else None)
             rig.calm()
             found = list(problems(world, straight))

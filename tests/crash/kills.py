@@ -21,7 +21,6 @@ import io
 import json
 import logging
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -33,8 +32,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +59,7 @@ from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import STOPPING
 from rlhf_pipeline.run.start import run
+from tests.processes import Child, Children
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import PlainCalculator, collect, learn
 from trajectory_store import TrajectoryStore, diff
@@ -83,55 +81,62 @@ ring has dropped since the checkpoint is sampled again."""
 # ---------------------------------------------------------------------------------------------- lives and kills
 
 
-class Children:
-    """Lives of runs, each in a process of its own.
+class Life:
+    """A process that does something to a run: killed before a file-system call, or left alone to its end."""
+
+    def __init__(self, child: Child, end: Path) -> None:
+        self.child = child
+        self._end = end
+
+    def wait(self) -> tuple[int, int] | None:
+        """Wait for its end: its calls and the run's steps, or None if it was killed.
+
+        Raises:
+            AssertionError: it failed by itself.
+        """
+        code = self.child.wait(LIFE_S)
+        assert code in (0, -signal.SIGKILL), f"exit code {code}: {self.child.output()[-6000:]}"
+        return tuple(json.loads(self._end.read_text())) if code == 0 else None
+
+
+class Lives:
+    """Lives of runs, each in a process forked from this one.
 
     Args:
+        children: starts them, and leaves none behind.
         seed: of what differs from life to life and must not matter.
         sites: whether one call of every kind and path is among those to kill at.
         part: number and count: which part of the calls to kill at, so that a long sweep runs in parts.
     """
 
-    def __init__(self, seed: int = 0, *, sites: bool = False, part: tuple[int, int] = (1, 1)) -> None:
+    def __init__(
+        self, children: Children, seed: int = 0, *, sites: bool = False, part: tuple[int, int] = (1, 1)
+    ) -> None:
+        self.children = children
         self.rng = random.Random(seed)
         self.sites = sites
         self.part = part
-        self.num_kills = self.num_judged = 0
-        self._context = multiprocessing.get_context("fork")
+        self.num_started = self.num_kills = self.num_judged = 0
 
-    def start(self, act: Act, run_dir: Path, at: int = 0, calls: Path | None = None) -> tuple[BaseProcess, Connection]:
+    def start(self, act: Act, run_dir: Path, at: int = 0, calls: Path | None = None) -> Life:
         """Begin a life that is killed before its call number `at`; 0 never. Its calls are written to `calls`."""
-        told, telling = self._context.Pipe(duplex=False)
+        self.num_started += 1
+        end = self.children.folder / f"end-{self.num_started}.json"
         chance, delay_us = self.rng.getrandbits(31), self.rng.choice((0, DELAY_US))
-        process = self._context.Process(target=_live, args=(act, run_dir, at, chance, delay_us, telling, calls))
-        process.start()
-        telling.close()
-        return process, told
+        return Life(self.children.fork(lambda: _live(act, run_dir, at, chance, delay_us, end, calls)), end)
 
-    def end(self, process: BaseProcess, told: Connection) -> tuple[int, int] | None:
-        """Wait for the end of a life: its calls and the run's steps, or None if it was killed.
-
-        Raises:
-            AssertionError: it failed by itself.
-        """
-        assert told.poll(LIFE_S), "a life has no end"
-        try:
-            said = told.recv()
-        except EOFError:
-            said = None
-        process.join()
-        told.close()
-        assert process.exitcode == (0 if said is not None else -9), f"exit code {process.exitcode}: see above"
-        self.num_kills += said is None
-        return said
+    def end(self, life: Life) -> tuple[int, int] | None:
+        """Wait for its end; see `Life.wait`."""
+        steps = life.wait()
+        self.num_kills += steps is None
+        return steps
 
     def live(self, act: Act, run_dir: Path, at: int = 0, calls: Path | None = None) -> tuple[int, int] | None:
         """Begin a life and wait for its end."""
-        return self.end(*self.start(act, run_dir, at, calls))
+        return self.end(self.start(act, run_dir, at, calls))
 
 
-def _live(act: Act, run_dir: Path, at: int, chance: int, delay_us: int, told: Connection, calls: Path | None) -> None:
-    torch.set_num_threads(1)
+def _live(act: Act, run_dir: Path, at: int, chance: int, delay_us: int, end: Path, calls: Path | None) -> None:
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(chance)  # what a process happens to begin with has no part in a run
     hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -140,7 +145,7 @@ def _live(act: Act, run_dir: Path, at: int, chance: int, delay_us: int, told: Co
     hook.delay_threads(delay_us)
     hook.kill_at_call(str(run_dir).encode(), at)
     steps = act(run_dir)
-    told.send((hook.calls_counted(), steps))
+    end.write_text(json.dumps((hook.calls_counted(), steps)))
 
 
 # ------------------------------------------------------------------------------------------------- what is run
@@ -301,7 +306,7 @@ def _saved(checkpoint: Path) -> dict[str, bytes]:
     return {name: content for name, content in found.items() if name.split(": ")[-1] not in BY_PLACE}
 
 
-def judged(children: Children, killed: Path, judge: Callable[[Path], Iterator[str]]) -> None:
+def judged(lives: Lives, killed: Path, judge: Callable[[Path], Iterator[str]]) -> None:
     """Judge a run in a process of its own, as this one must not begin threads: it forks.
 
     Raises:
@@ -313,7 +318,7 @@ def judged(children: Children, killed: Path, judge: Callable[[Path], Iterator[st
         sys.stderr.write("".join(f"{line}\n" for line in problems))
         return len(problems)
 
-    said = children.live(act, killed)
+    said = lives.live(act, killed)
     assert said is not None
     assert said[1] == 0, f"{said[1]} differences: see above"
 
@@ -321,22 +326,22 @@ def judged(children: Children, killed: Path, judge: Callable[[Path], Iterator[st
 # ----------------------------------------------------------------------------------------------- exact resumes
 
 
-def resume(children: Children, name: str, folder: Path, kills: int) -> str:
+def resume(lives: Lives, name: str, folder: Path, kills: int) -> str:
     """Kill a run `kills` times at calls drawn by chance, let it end, and compare it with the straight one."""
     act = VARIANTS[name](folder)
     straight, killed = folder / "straight", folder / "killed"
-    whole = children.live(act, straight)
+    whole = lives.live(act, straight)
     assert whole is not None
-    total, before = whole[0], children.num_kills
-    while children.num_kills - before < kills:
+    total, before = whole[0], lives.num_kills
+    while lives.num_kills - before < kills:
         # So that as many kills come before the end of the run, some of them while it starts.
-        said = children.live(act, killed, children.rng.randint(1, math.ceil(1.5 * total / kills)))
+        said = lives.live(act, killed, lives.rng.randint(1, math.ceil(1.5 * total / kills)))
         if said is not None:
             break
-    done = children.num_kills - before
+    done = lives.num_kills - before
     assert done > kills // 2, f"killed only {done} times"
-    assert children.live(act, killed) is not None
-    judged(children, killed, lambda run_dir: differences(run_dir, straight))
+    assert lives.live(act, killed) is not None
+    judged(lives, killed, lambda run_dir: differences(run_dir, straight))
     return f"{done} kills over {total} calls"
 
 
@@ -348,41 +353,41 @@ SWEPT = tiny(
 )  # fmt: skip
 
 
-def points(children: Children, calls: Path, few: int | None) -> list[int]:
+def points(lives: Lives, calls: Path, few: int | None) -> list[int]:
     """The calls to kill at: every one, in random order, or a few that are spread over all of them.
 
     Args:
-        children: whether one of each kind and path is to be among them, numbers in the path left out.
+        lives: whether one of each kind and path is to be among them, numbers in the path left out.
         calls: those of the straight run.
         few: how many are spread; None takes all.
     """
     lines = calls.read_text().splitlines()
     total, places = len(lines), dict[str, list[int]]()
-    number, count = children.part
+    number, count = lives.part
     if few is None or few >= total:
-        return children.rng.sample(range(1, total + 1), total)[number - 1 :: count]
+        return lives.rng.sample(range(1, total + 1), total)[number - 1 :: count]
     for call, line in enumerate(lines, start=1):
         places.setdefault(re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "N", line), []).append(call)
-    aimed = {children.rng.choice(calls_there) for calls_there in places.values()} if children.sites else set[int]()
+    aimed = {lives.rng.choice(calls_there) for calls_there in places.values()} if lives.sites else set[int]()
     return sorted(aimed | {1 + round(i * (total - 1) / (few - 1)) for i in range(few)})[number - 1 :: count]
 
 
-def sweep_one(children: Children, folder: Path, few: int | None) -> str:
+def sweep_one(lives: Lives, folder: Path, few: int | None) -> str:
     """A run in one process: a start, rollouts, steps, checkpoints, and the resume of each."""
-    return _sweep(children, typed(SWEPT), folder, few, make=lambda run_dir: None)
+    return _sweep(lives, typed(SWEPT), folder, few, make=lambda run_dir: None)
 
 
-def sweep_learner(children: Children, folder: Path, few: int | None) -> str:
+def sweep_learner(lives: Lives, folder: Path, few: int | None) -> str:
     """A learner beside rollouts that wait: steps, publications, checkpoints, and the resume of each."""
     waiting = folder / "waiting"
-    collector = children.start(collect_all, waiting)
-    assert children.live(publish_first, waiting) is not None
-    assert children.end(*collector) is not None
-    return _sweep(children, learning, folder, few, make=lambda run_dir: shutil.copytree(waiting, run_dir))
+    collector = lives.start(collect_all, waiting)
+    assert lives.live(publish_first, waiting) is not None
+    assert lives.end(collector) is not None
+    return _sweep(lives, learning, folder, few, make=lambda run_dir: shutil.copytree(waiting, run_dir))
 
 
 def _sweep(
-    children: Children,
+    lives: Lives,
     act: Act,
     folder: Path,
     few: int | None,
@@ -390,35 +395,35 @@ def _sweep(
     make: Callable[[Path], object],
     judge: Callable[[Path, Path], Iterator[str]] | None = None,
 ) -> str:
-    straight, before = folder / "straight", children.num_kills
+    straight, before = folder / "straight", lives.num_kills
     make(straight)
     calls = folder / "calls"
-    whole = children.live(act, straight, calls=calls)
+    whole = lives.live(act, straight, calls=calls)
     assert whole is not None
     total, steps = whole
-    chosen = points(children, calls, few)
+    chosen = points(lives, calls, few)
     for place, at in enumerate(chosen):
         run_dir = folder / f"killed-{at}"
         make(run_dir)
-        said, again = children.live(act, run_dir, at), 0
+        said, again = lives.live(act, run_dir, at), 0
         if said is None:  # else it had fewer calls: a heartbeat is written as time passes
-            again = children.rng.randint(1, total) if few is None or place % 2 else 0
-            said = children.live(act, run_dir, again) or children.live(act, run_dir)
+            again = lives.rng.randint(1, total) if few is None or place % 2 else 0
+            said = lives.live(act, run_dir, again) or lives.live(act, run_dir)
         assert said is not None, (at, again)
         assert said[1] == steps, (at, again)
-        _judge_at(children, run_dir, lambda run_dir: (judge or differences)(run_dir, straight), (at, again))
-    return f"{len(chosen)} of {total} calls, {children.num_kills - before} kills"
+        _judge_at(lives, run_dir, lambda run_dir: (judge or differences)(run_dir, straight), (at, again))
+    return f"{len(chosen)} of {total} calls, {lives.num_kills - before} kills"
 
 
-def _judge_at(children: Children, run_dir: Path, judge: Callable[[Path], Iterator[str]], at: object) -> None:
+def _judge_at(lives: Lives, run_dir: Path, judge: Callable[[Path], Iterator[str]], at: object) -> None:
     try:
-        judged(children, run_dir, judge)
+        judged(lives, run_dir, judge)
     except AssertionError as error:
         raise AssertionError(f"killed at {at}: {error}") from error
     shutil.rmtree(run_dir)
-    children.num_judged += 1
-    if children.num_judged % 20 == 0:
-        sys.stderr.write(f"{children.num_judged} calls, the last {at}\n")
+    lives.num_judged += 1
+    if lives.num_judged % 20 == 0:
+        sys.stderr.write(f"{lives.num_judged} calls, the last {at}\n")
 
 
 def learning(run_dir: Path) -> int:
@@ -453,44 +458,16 @@ def _stop_at(kind: type, number: int) -> Callable[[Event], None]:
     return look
 
 
-class Fork:
-    """A process of a supervised run, forked from the supervisor: a `launch.Process` that need not import anything."""
-
-    def __init__(self, act: Callable[[], object], log: Path) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=_forked, args=(act, log, os.getpid()))
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        """Return the exit code, if it has ended."""
-        return self._process.exitcode
-
-    def send_signal(self, sig: int, /) -> None:
-        """Send it a signal, unless it has ended."""
-        if self.poll() is None and self.pid is not None:
-            os.kill(self.pid, sig)
-
-    def kill(self) -> None:
-        """Kill it."""
-        self._process.kill()
-
-    def wait(self) -> int:
-        """Wait until it has ended."""
-        self._process.join()
-        return self._process.exitcode or 0
-
-
-def _forked(act: Callable[[], object], log: Path, parent: int) -> None:
+def _apart(act: Callable[[], object], parent: int) -> None:
+    """Do what a process of a supervised run does, forked from the supervisor: it need not import anything."""
     hook: Any = ctypes.CDLL(os.environ["LD_PRELOAD"])
     hook.kill_at_call(b"", 0)  # only the supervisor's own calls count
     hook.tell_calls(-1)
-    os.setpgid(0, 0)
     for handler in list(logging.getLogger("rlhf_pipeline").handlers):
         logging.getLogger("rlhf_pipeline").removeHandler(handler)
     os.closerange(3, 4096)  # as an exec would: else it held the locks of a supervisor that is gone
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     if os.getppid() == parent:
         act()
 
@@ -498,60 +475,65 @@ def _forked(act: Callable[[], object], log: Path, parent: int) -> None:
 def supervising(run_dir: Path) -> int:
     """A supervisor with two collectors and a learner, which end when it is gone."""
     parent = os.getpid()
+    acts: dict[str, Callable[[str], object]] = {
+        "learner": lambda _: learn(SWEPT, run_dir=run_dir, parent=parent),
+        "collector": lambda name: collect(SWEPT, run_dir=run_dir, name=name, parent=parent),
+    }
+    with Children(run_dir.parent / f"processes-of-{run_dir.name}") as children:
 
-    def launch(name: str, _command: Sequence[str], log: Path, _environment: Mapping[str, str]) -> Fork:
-        if name == "learner":
-            return Fork(lambda: learn(SWEPT, run_dir=run_dir, parent=parent), log)
-        return Fork(lambda: collect(SWEPT, run_dir=run_dir, name=name, parent=parent), log)
+        def launch(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
+            act = acts[name.partition("-")[0]]
+            return children.fork(lambda: _apart(lambda: act(name), parent), name=name)
 
-    config = SupervisorConfig(collectors=2, first_delay_s=0.1)
-    return supervise(Run(pipeline=SWEPT, run_dir=run_dir), config, launch=launch).steps
+        config = SupervisorConfig(collectors=2, first_delay_s=0.1)
+        return supervise(Run(pipeline=SWEPT, run_dir=run_dir), config, launch=launch).steps
 
 
-def sweep_supervised(children: Children, folder: Path, few: int | None) -> str:
+def sweep_supervised(lives: Lives, folder: Path, few: int | None) -> str:
     """A supervisor that is killed and started again, while its processes notice that it is gone."""
     return _sweep(
-        children, supervising, folder, few, make=lambda run_dir: None, judge=lambda run_dir, _: one_of_several(run_dir)
+        lives, supervising, folder, few, make=lambda run_dir: None, judge=lambda run_dir, _: one_of_several(run_dir)
     )
 
 
-def sweep_several(children: Children, folder: Path, few: int | None) -> str:
+def sweep_several(lives: Lives, folder: Path, few: int | None) -> str:
     """A learner and two collectors side by side: each killed at its calls, and again when it is started again.
 
     In what order rollouts arrive is up to the machine, so the run is judged by itself: see `one_of_several`.
     """
     acts: dict[str, Act] = {"learner": learning, "collector": collecting, "other collector": collecting}
-    before = children.num_kills
+    before = lives.num_kills
 
     def together(run_dir: Path, role: str = "", at: int = 0) -> None:
         alive = {
-            name: children.start(act, run_dir, at if name == role else 0, None if role else folder / f"{name}-calls")
+            name: lives.start(act, run_dir, at if name == role else 0, None if role else folder / f"{name}-calls")
             for name, act in acts.items()
         }
         while alive:
-            for name, (process, told) in list(alive.items()):
-                if not told.poll(0.02):
+            time.sleep(0.01)
+            for name, life in list(alive.items()):
+                if life.child.poll() is None:
                     continue
-                said = children.end(process, told)
+                said = lives.end(life)
                 if said is None:  # its second life may be cut short as well, its third is left alone
-                    again = children.rng.randint(1, 2 * at) if at and (at % 2 or few is None) else 0
+                    again = lives.rng.randint(1, 2 * at) if at and (at % 2 or few is None) else 0
                     at = 0
-                    alive[name] = children.start(acts[name], run_dir, again)
+                    alive[name] = lives.start(acts[name], run_dir, again)
                 else:
                     del alive[name]
 
     together(folder / "straight")
-    judged(children, folder / "straight", one_of_several)
+    judged(lives, folder / "straight", one_of_several)
     done = []
     for role in ("learner", "collector"):
         calls = folder / f"{role}-calls"
-        chosen = points(children, calls, few)
+        chosen = points(lives, calls, few)
         for at in chosen:
             run_dir = folder / f"{role}-{at}"
             together(run_dir, role, at)
-            _judge_at(children, run_dir, one_of_several, (role, at))
+            _judge_at(lives, run_dir, one_of_several, (role, at))
         done.append(f"{len(chosen)} of {len(calls.read_text().splitlines())} of a {role}")
-    return f"calls: {', '.join(done)}; {children.num_kills - before} kills"
+    return f"calls: {', '.join(done)}; {lives.num_kills - before} kills"
 
 
 def one_of_several(run_dir: Path) -> Iterator[str]:
@@ -594,7 +576,7 @@ def one_of_several(run_dir: Path) -> Iterator[str]:
                 yield f"step {one.step}, taken again: {one}"
 
 
-SWEEPS: dict[str, Callable[[Children, Path, int | None], str]] = {
+SWEEPS: dict[str, Callable[[Lives, Path, int | None], str]] = {
     "one": sweep_one,
     "learner": sweep_learner,
     "several": sweep_several,
@@ -638,15 +620,14 @@ def main(arguments: Sequence[str]) -> int:
     for name in args.names or (VARIANTS if args.command == "resume" else SWEEPS):
         started = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix=f"kills-{name}-"))
-        children = Children(args.seed)
-        if args.command == "sweep":
-            number, count = map(int, args.part.split("/"))
-            children = Children(args.seed, sites=args.sites, part=(number, count))
         try:
-            if args.command == "resume":
-                line = resume(children, name, folder, args.kills)
-            else:
-                line = SWEEPS[name](children, folder, args.points)
+            with Children(folder / "processes") as children:
+                if args.command == "resume":
+                    line = resume(Lives(children, args.seed), name, folder, args.kills)
+                else:
+                    number, count = map(int, args.part.split("/"))
+                    lives = Lives(children, args.seed, sites=args.sites, part=(number, count))
+                    line = SWEEPS[name](lives, folder, args.points)
             shutil.rmtree(folder)
         except AssertionError as error:
             line, failed = f"FAILED: {error}. The runs are in {folder}", failed + 1

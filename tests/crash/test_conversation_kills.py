@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import multiprocessing
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from rlhf_pipeline import (
     AgentProgram,
@@ -33,26 +30,21 @@ from rlhf_pipeline import (
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
+from tests.processes import Child, count_call
 from tests.rlhf_pipeline.small import CHAT_TEMPLATE, collect, learn, weights
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(280)]
 
-FORKED = multiprocessing.get_context("fork")
-KILL_AT = "LAKE_KILL_AT"
 NOT_COMPARED = {"created_at", "evaluation"}
 
 
 class Dies(FrozenLake):
-    """Ends its process at a turn of its own count."""
-
-    turns: ClassVar[int] = 0
+    """Ends its process at one of its turns."""
 
     def step(self, turn: Turn) -> Step:
         """Die, or walk on; a turn that is no move is counted as a call that could not be made."""
-        Dies.turns += 1
-        if str(Dies.turns) == os.environ.get(KILL_AT):
-            os.kill(os.getpid(), signal.SIGKILL)
+        count_call()
         step = super().step(turn)
         return dataclasses.replace(step, call_errors=int(turn.text[-1:] not in "LDRU"))
 
@@ -92,14 +84,12 @@ def by_turns() -> Pipeline:
 
 
 async def asks(base_url: str, api_key: str, prompt: Prompt) -> float:
-    """Two turns with a sub-agent between them; it ends its process at a request of the count of `Dies`."""
+    """Two turns with a sub-agent between them; it ends its process at one of its requests."""
     openai = importlib.import_module("openai")
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
 
         async def ask(*texts: str) -> str:
-            Dies.turns += 1
-            if str(Dies.turns) == os.environ.get(KILL_AT):
-                os.kill(os.getpid(), signal.SIGKILL)
+            count_call()
             roles = ("user", "assistant") * 2
             messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
             answer = await client.chat.completions.create(model="policy", messages=messages)
@@ -127,19 +117,6 @@ def programs() -> Pipeline:
     )
 
 
-def in_a_process(act: Callable[[], object], kill_at: int | None = None) -> Any:
-    """Start something in a process that dies at this turn."""
-
-    def whole() -> None:
-        torch.set_num_threads(1)
-        Dies.turns, os.environ[KILL_AT] = 0, str(kill_at)  # no attribute, which would be another environment
-        act()
-
-    process = FORKED.Process(target=whole)
-    process.start()
-    return process
-
-
 def stores(run_dir: Path) -> dict[str, dict[str, list[Any]]]:
     """The columns of the run's store and of its evaluations, in the order of the trajectories."""
     found = {}
@@ -153,26 +130,18 @@ def stores(run_dir: Path) -> dict[str, dict[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("made", [evaluated, by_turns, of_several_rows, programs])
-def test_a_run_killed_in_its_conversations(made, tmp_path):
+def test_a_run_killed_in_its_conversations(made, tmp_path, children):
     """Killed early, in the middle and late, in rollouts and in evaluations."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
 
     def go_on(folder: Path) -> Callable[[], object]:
         return lambda: run(made(), run_dir=folder, resume=RunFolder(folder).record.exists)
 
-    process = in_a_process(go_on(straight))
-    process.join()
-    assert process.exitcode == 0
-    codes = list[int | None]()
-    for kill_at in (5, 90, 140, 33):
-        process = in_a_process(go_on(killed), kill_at)
-        process.join()
-        codes.append(process.exitcode)
+    children.fork(go_on(straight)).succeed()
+    codes = [children.fork(go_on(killed), kill_at=kill_at).wait() for kill_at in (5, 90, 140, 33)]
     assert codes[:2] == [-signal.SIGKILL] * 2
     assert {*codes} <= {-signal.SIGKILL, 0}
-    process = in_a_process(go_on(killed))
-    process.join()
-    assert process.exitcode == 0
+    children.fork(go_on(killed)).succeed()
     assert stores(killed) == stores(straight)
     assert weights(killed) == weights(straight)
     if made is of_several_rows:
@@ -181,19 +150,19 @@ def test_a_run_killed_in_its_conversations(made, tmp_path):
 
 
 @pytest.mark.parametrize("environment", [Dies, Forgets])
-def test_a_collector_killed_in_its_conversations(environment, tmp_path):
+def test_a_collector_killed_in_its_conversations(environment, tmp_path, children):
     """One that began alone, so that no other takes its conversations; then two take its place beside the learner."""
     made = dataclasses.replace(pipeline(buffer__max_staleness=0), environment=environment)
 
-    def live(folder: Path, kill_at: int | None) -> list[int | None]:
-        learner = in_a_process(lambda: learn(made, run_dir=folder))
-        collectors = [] if kill_at is None else [in_a_process(lambda: collect(made, run_dir=folder), kill_at)]
-        for process in collectors:
-            process.join(120)
-        collectors += [in_a_process(lambda: collect(made, run_dir=folder)) for _ in range(2)]
-        for process in (learner, *collectors):
-            process.join(120)
-        return [process.exitcode for process in collectors]
+    def live(folder: Path, kill_at: int | None) -> list[int]:
+        def collector(kill_at: int | None = None) -> Child:
+            return children.fork(lambda: collect(made, run_dir=folder), name="collector", kill_at=kill_at)
+
+        learner = children.fork(lambda: learn(made, run_dir=folder), name="learner")
+        codes = [] if kill_at is None else [collector(kill_at).wait(120)]
+        collectors = [collector(), collector()]
+        learner.succeed(120)
+        return codes + [child.wait(120) for child in collectors]
 
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert live(straight, None) == [0, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -18,6 +17,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import NOTES, NotedLake, small_lake
+from tests.processes import Children
 from tests.rlhf_pipeline.small import weights
 from trajectory_store import TrajectoryStore
 
@@ -56,11 +56,10 @@ def pipeline() -> Pipeline:
     )
 
 
-def live(folder: Path, kill_after: int | None, environment: type[Killed] = Killed) -> int | None:
+def live(children: Children, folder: Path, kill_after: int | None, environment: type[Killed] = Killed) -> int:
     """Go on with a run in a process of its own; return its exit code."""
 
     def act() -> None:
-        torch.set_num_threads(1)
         os.environ[NOTES], Killed.kill_after = str(folder / "notes"), kill_after
         (folder / "notes").touch()
         run(
@@ -69,10 +68,7 @@ def live(folder: Path, kill_after: int | None, environment: type[Killed] = Kille
             resume=RunFolder(folder / "run").record.exists,
         )
 
-    process = multiprocessing.get_context("fork").Process(target=act)
-    process.start()
-    process.join()
-    return process.exitcode
+    return children.fork(act).wait()
 
 
 def rows(folder: Path) -> dict[int, list[int]]:
@@ -82,37 +78,37 @@ def rows(folder: Path) -> dict[int, list[int]]:
     return dict(zip(found["trajectory_id"].tolist(), map(list, found["input_ids"]), strict=True))
 
 
-def test_a_kill_repeats_no_conversation_that_has_ended(tmp_path):
+def test_a_kill_repeats_no_conversation_that_has_ended(tmp_path, children):
     """Killed in either rollout: what had ended is stored and not begun again, and the rest is sampled as without."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    assert live(straight, None) == 0
+    assert live(children, straight, None) == 0
     notes, stored = killed / "notes", list[int]()
     for kill_after in (5, 21):
         begun = Counter(notes.read_text().split())["begins"] if notes.exists() else 0
-        assert live(killed, kill_after) == -signal.SIGKILL
+        assert live(children, killed, kill_after) == -signal.SIGKILL
         said = Counter(notes.read_text().split())
         assert said["ends"] == len(rows(killed))
         begins = 16 if not stored else 16 - stored[-1] + 16
         assert said["begins"] - begun == begins
         stored.append(len(rows(killed)))
     assert 5 <= stored[0] < 16 < 21 <= stored[1] < NUM
-    assert live(killed, None) == 0
+    assert live(children, killed, None) == 0
     assert Counter(notes.read_text().split())["ends"] == NUM
     assert rows(killed) == rows(straight)
     with TrajectoryStore.open(killed / "run" / "store") as store:
         assert not torch.tensor(store.read_scalars("advantage")).isnan().any()
 
 
-def test_a_kill_leaves_all_rows_of_an_episode_or_none(tmp_path):
+def test_a_kill_leaves_all_rows_of_an_episode_or_none(tmp_path, children):
     """An episode of several rows is one commit: killed between and within episodes, the rows are those of no kill."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    assert live(straight, None, Forgets) == 0
+    assert live(children, straight, None, Forgets) == 0
     for kill_after in (5, 21):
-        assert live(killed, kill_after, Forgets) == -signal.SIGKILL
+        assert live(children, killed, kill_after, Forgets) == -signal.SIGKILL
         with TrajectoryStore.open(killed / "run" / "store") as store:
             names = ("episode_id", "episode_row", "episode_size")
             each = zip(*(store.read_scalars(name).tolist() for name in names), strict=True)
@@ -124,7 +120,7 @@ def test_a_kill_leaves_all_rows_of_an_episode_or_none(tmp_path):
         assert all(positions == [*range(len(positions))] for positions in stored.values())
         assert len(stored) == Counter((killed / "notes").read_text().split())["ends"]
         assert max(sizes) > 1
-    assert live(killed, None, Forgets) == 0
+    assert live(children, killed, None, Forgets) == 0
     assert weights(killed / "run") == weights(straight / "run")
     assert Counter((killed / "notes").read_text().split())["ends"] == NUM
     assert rows(killed) == rows(straight)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +30,7 @@ from rlhf_pipeline.policies.new_model import new_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.folder import RunFolder
 from tests.crash._soak_checks import Witness, check_run
+from tests.processes import Child, Children
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 from tests.rlhf_pipeline.policies.engines.real_vllm import serving
 from tests.rlhf_pipeline.small import collect, learn
@@ -48,7 +47,6 @@ STEPS = 20
 KILLS = (("collector",), ("learner",), ("collector", "learner"), ("collector",), ("learner", "collector"))
 """Who is killed each time."""
 CLOSE = 1e-4
-FORK = multiprocessing.get_context("fork")
 
 
 def wordy(prompt: str, completion: str, answer: str | None, meta: dict[str, object]) -> float:
@@ -88,52 +86,32 @@ def definition(folder: Path, engine: str, tokens: int) -> Pipeline:
     return override_all(replace(gsm8k(), reward=wordy), list(settings.items()))
 
 
-def forked(log: Path, act: Callable[[], object]) -> BaseProcess:
-    """A process of its own, whose output goes to a log."""
-
-    def live() -> None:
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1)
-        torch.set_num_threads(1)
-        act()
-
-    process = FORK.Process(target=live)
-    process.start()
-    return process
-
-
 @contextmanager
 def fake_server(folder: Path) -> Iterator[str]:
     """The address of a fake server, which takes 3 ms for a token."""
-    hears, says = FORK.Pipe(duplex=False)
 
     def serve() -> None:
         fake = FakeVLLM(folder / "model", delay_s=0.003)
-        says.send(fake.address)
+        sys.stdout.write(f"{fake.address}\n")
         fake.http.serve_forever()
 
-    process = forked(folder / "server.txt", serve)
-    try:
-        yield hears.recv()
-    finally:
-        process.kill()
-        process.join()
+    with Children(folder / "server") as children:
+        server = children.fork(serve)
+        server.until(lambda: "\n" in server.output())
+        yield server.output().split()[0]
 
 
 class Lives:
     """A learner and a collector, and what can be seen of their run from outside."""
 
-    def __init__(self, pipeline: Pipeline, run_dir: Path) -> None:
+    def __init__(self, pipeline: Pipeline, run_dir: Path, children: Children) -> None:
         self.pipeline = pipeline
+        self.children = children
         self.run = RunFolder(run_dir)
         self.witness = Witness(run_dir, pipeline.collect.prompts_per_rollout)
         self.versions = run_dir.parent / "versions"
         self.versions.mkdir()
-        self.processes: dict[str, BaseProcess] = {}
-        self.logs = run_dir.parent / "logs"
-        self.logs.mkdir()
+        self.processes: dict[str, Child] = {}
 
     def start(self) -> None:
         """Start whoever does not live."""
@@ -143,16 +121,15 @@ class Lives:
         }
         for role, act in acts.items():
             if role not in self.processes:
-                self.processes[role] = forked(self.logs / f"{role}.txt", act)
+                self.processes[role] = self.children.fork(act, name=role)
 
     def kill(self, *roles: str) -> None:
         """Kill them with SIGKILL."""
         for role in roles:
-            os.kill(self.processes[role].pid or 0, signal.SIGKILL)
+            self.processes[role].send_signal(signal.SIGKILL)
         for role in roles:
-            process = self.processes.pop(role)
-            process.join()
-            assert process.exitcode == -signal.SIGKILL, f"the {role} was gone before it was killed"
+            code = self.processes.pop(role).wait()
+            assert code == -signal.SIGKILL, f"the {role} was gone before it was killed"
 
     def look_until(self, holds: Callable[[], bool], seconds: float = 180.0) -> None:
         """Keep every version that is published and note what is acknowledged, until something holds."""
@@ -162,8 +139,8 @@ class Lives:
             if time.monotonic() - last > 0.3:
                 self.witness.look()
                 last = time.monotonic()
-            for role, process in self.processes.items():
-                assert process.exitcode in (None, 0), (self.logs / f"{role}.txt").read_text()[-3000:]
+            for process in self.processes.values():
+                assert process.poll() in (None, 0), process.output()[-3000:]
             assert time.monotonic() < end, f"it did not happen; {self.steps()} steps are in the ledger"
             time.sleep(0.005)
         self.keep_versions()
@@ -252,22 +229,18 @@ def setting(
 def test_killed_five_times_with_weights_replaced_in_flight(setting: tuple[str, Path, int], tmp_path: Path):
     """Nothing acknowledged is lost, every step is taken once, and each token has the log-prob of its own weights."""
     engine, folder, tokens = setting
-    lives = Lives(definition(folder, engine, tokens), tmp_path / "run")
     chance = random.Random(7)
-    try:
+    with Children(tmp_path / "processes") as children:
+        lives = Lives(definition(folder, engine, tokens), tmp_path / "run", children)
         for number, roles in enumerate(KILLS):
             lives.start()
-            wanted = min(lives.steps() + 2, STEPS - 1) if number else 3
-            lives.look_until(lambda wanted=wanted: lives.steps() >= wanted)
+            steps = min(lives.steps() + 2, STEPS - 1) if number else 3
+            lives.look_until(lambda steps=steps: lives.steps() >= steps)
             pause = time.monotonic() + chance.uniform(0.0, 0.4)
             lives.look_until(lambda pause=pause: time.monotonic() >= pause)
             lives.kill(*roles)
         lives.start()
-        lives.look_until(lambda: all(process.exitcode == 0 for process in lives.processes.values()))
-    finally:
-        for process in lives.processes.values():
-            process.kill()
-            process.join()
+        lives.look_until(lambda: all(process.poll() == 0 for process in lives.processes.values()))
 
     found = check_run(tmp_path / "run", lives.pipeline, lives.witness, goal=False)
     missed = [str(line) for line in found if line.met is False]

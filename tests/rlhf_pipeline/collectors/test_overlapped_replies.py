@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -39,6 +37,7 @@ from rlhf_pipeline.run.start import run
 from rlhf_pipeline.user_code import runtime
 from tests.crash._lakes import small_lake
 from tests.crash.test_conversation_kills import stores
+from tests.processes import Children, count_call
 from tests.rlhf_pipeline.small import weights
 
 NOISE = random.Random(time.time_ns() ^ os.getpid())
@@ -256,59 +255,44 @@ def test_slow_steps_in_place_are_mentioned_once(monkeypatch: pytest.MonkeyPatch)
     assert "set `parallel = True` on the class" in sentence
 
 
-class _KilledLake(FrozenLake):
+class _KilledParallel(FrozenLake):
     """Ends the process at one of its turns."""
 
-    turns = 0
-    kill_at: int | None = None
-
-    def tick(self) -> None:
-        _KilledLake.turns += 1
-        if _KilledLake.turns == _KilledLake.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class _KilledParallel(_KilledLake):
     parallel = True
 
     def step(self, turn: Any) -> Any:
         time.sleep(NOISE.uniform(0, 0.03))
-        self.tick()
+        count_call()
         return super().step(turn)
 
 
-class _KilledAsync(_KilledLake):
+class _KilledAsync(FrozenLake):
     async def step(self, turn: Any) -> Any:  # type: ignore[override]
         await asyncio.sleep(NOISE.uniform(0, 0.03))
-        self.tick()
+        count_call()
         return FrozenLake.step(self, turn)
 
 
-def _trained(environment: Any, folder: Path, kill_at: int | None) -> int | None:
+def _trained(children: Children, environment: Any, folder: Path, kill_at: int | None) -> int:
     def whole() -> None:
         global NOISE
-        torch.set_num_threads(1)
         NOISE = random.Random(time.time_ns() ^ os.getpid())
-        _KilledLake.turns, _KilledLake.kill_at = 0, kill_at
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         changes = {"collect__prompts_per_rollout": 8, "collect__group_size": 4, "learn__steps": 3}
         changes |= {"learn__checkpoint_every": 1, "collect__num_slots": 12, "collect__max_new_tokens": 4}
         pipeline = small_lake(environment, **changes, collect__max_row_tokens=120, collect__reply_after=8)
         run(pipeline, run_dir=folder, resume=RunFolder(folder).record.exists)
 
-    process = multiprocessing.get_context("fork").Process(target=whole)
-    process.start()
-    process.join()
-    return process.exitcode
+    return children.fork(whole, kill_at=kill_at).wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [_KilledAsync, _KilledParallel])
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(environment: Any, tmp_path: Path):
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(environment: Any, tmp_path: Path, children: Children):
     """Killed in the middle of conversations, twice, and resumed: the same rows and the same weights, bit for bit."""
-    assert _trained(environment, tmp_path / "straight", None) == 0
-    assert [_trained(environment, tmp_path / "killed", at) for at in (40, 150)] == [-signal.SIGKILL] * 2
-    assert _trained(environment, tmp_path / "killed", None) == 0
+    assert _trained(children, environment, tmp_path / "straight", None) == 0
+    codes = [_trained(children, environment, tmp_path / "killed", at) for at in (40, 150)]
+    assert codes == [-signal.SIGKILL] * 2
+    assert _trained(children, environment, tmp_path / "killed", None) == 0
     straight, killed = stores(tmp_path / "straight"), stores(tmp_path / "killed")
     assert straight.keys() == killed.keys()
     for store in straight:
