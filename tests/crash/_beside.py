@@ -1,14 +1,16 @@
 """A trainer of 200 rollouts that records through one adapter, and prints each that it was told is stored.
 
-Arguments: the adapter, the store, the first rollout, the attempt. A rollout that was not told of is sampled again, and
-then has other tokens, as in a trainer; but NeMo-Gym sends the same call again.
+A rollout that was not acknowledged is sampled again, and then has other tokens, as in a trainer; but NeMo-Gym sends the
+same call again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -153,15 +155,15 @@ WAYS: dict[str, Callable[[TrajectoryRecorder], Take]] = {
 }
 
 
-def main(way: str, store: str, first: int, attempt: int) -> None:
-    """Take the rollouts from `first` on."""
+def train(way: str, store: str, first: int, attempt: int, ahead: str) -> None:
+    """Take the rollouts from `first` on, up to the one whose number is the size of the file `ahead`.
+
+    So that it is not ahead of the one who kills it.
+    """
     take = by_nemo_gym(store) if way == "nemo_gym" else WAYS[way](TrajectoryRecorder(store))
     for number in range(first, NUM):
+        while number > Path(ahead).stat().st_size:
+            time.sleep(0.0005)
         take(number, attempt)
         sys.stdout.write(f"{number} {0 if way == 'nemo_gym' else attempt}\n")
         sys.stdout.flush()
-        sys.stdin.readline()  # so that nobody is ahead of the one who kills
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
+from tests.processes import Children
+
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parents[1]
 
 
 def play(name: str, *arguments: str) -> str:
@@ -17,13 +16,6 @@ def play(name: str, *arguments: str) -> str:
     Those that fork need it: whoever has run other tests has threads, and a lock that one of them holds stays held in
     the fork for ever.
     """
-    played = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'storage'}", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert played.returncode == 0, f"{played.stdout[-6000:]}\n{played.stderr[-3000:]}"
-    return played.stdout
+    with tempfile.TemporaryDirectory() as folder, Children(Path(folder)) as children:
+        program = children.python(FOLDER / f"{name}.py", *arguments, name=name, env={"OPENBLAS_NUM_THREADS": "1"})
+        return program.succeed(3600)

@@ -52,6 +52,7 @@ from _world import (  # noqa: E402  # noqa: E402
     values_of,
 )
 
+from tests.processes import Child, Children  # noqa: E402
 from trajectory_store import MissingRowError, StoreError, TrajectoryStore  # noqa: E402
 
 CLOCKS_S = (0, 0, 0, -7200, -5, -0.001, 0.001, 5, 3700, 7200)
@@ -347,12 +348,8 @@ def at_the_end(history: History, log: Log) -> None:
             log("end", "bad", "lost", "an append after all of it")
 
 
-def fork(history: History, number: int, log: Log, *, last: bool = False) -> int:
-    """Start a process of the history; it ends with code 0 after SIGTERM."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
+def act(history: History, number: int, log: Log, *, last: bool = False) -> None:
+    """Be a process of the history; it ends with code 0 after SIGTERM."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
@@ -366,42 +363,33 @@ def fork(history: History, number: int, log: Log, *, last: bool = False) -> int:
             CLOCK_NS[0] = int(actor.rng.choice(history.clocks_s) * 1e9)
             signal.signal(signal.SIGTERM, lambda *_: setattr(actor, "ending", True))
             actor.run()
-        code = 0
-    except BaseException:  # noqa: BLE001 - the parent reads it in the log
+    except BaseException:
         log(str(number), "bad", "exception", traceback.format_exc()[-1500:])
-    finally:
-        os._exit(code)
+        raise
 
 
-def live(history: History, log: Log, rng: random.Random) -> Counter[str]:
+def live(history: History, log: Log, rng: random.Random, children: Children) -> Counter[str]:
     """Start processes, stop and kill them, start others; at last let those that live end well."""
     counts: Counter[str] = Counter()
-    running: dict[int, int] = {}
-    stopped: dict[int, float] = {}
+    running: list[Child] = []
+    stopped: dict[Child, float] = {}
     started = 0
 
     def start() -> None:
         nonlocal started
         started += 1
-        running[fork(history, started, log)] = started
+        number = started
+        running.append(children.fork(lambda: act(history, number, log), name=f"process-{number}"))
 
-    def reap(pid: int, seconds: float) -> None:
+    def reap(child: Child, seconds: float) -> None:
         """Wait for a process that was told to end; one that does not is stuck."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                return
-            time.sleep(0.002)
-        log(
-            str(running[pid]),
-            "bad",
-            "hang",
-            f"process {pid} did not end within {seconds:.0f} s; its stack is on stderr",
-        )
-        os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        try:
+            child.wait(seconds)
+        except AssertionError as error:
+            child.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+            log(child.name, "bad", "hang", f"{error}\n{child.output()[-1500:]}")
+            child.kill()
 
     pace = 2.0 if history.medium == "s3" else 0.5
     while counts["kills"] < history.kills:
@@ -409,52 +397,42 @@ def live(history: History, log: Log, rng: random.Random) -> Counter[str]:
             start()
         log.wait(int(rng.random() ** 2 * 60), 4 * pace)  # how fast a machine is does not matter
         time.sleep(rng.random() ** 2 * 0.05)
-        for pid, until in list(stopped.items()):
+        for child, until in list(stopped.items()):
             if time.monotonic() > until:
-                os.kill(pid, signal.SIGCONT)
-                del stopped[pid]
-        pid = rng.choice(list(running))
-        if os.waitpid(pid, os.WNOHANG)[0]:  # it noted why
-            del running[pid]
-            stopped.pop(pid, None)
+                child.send_signal(signal.SIGCONT)
+                del stopped[child]
+        child = rng.choice(running)
+        if child.poll() is not None:  # it noted why
+            running.remove(child)
+            stopped.pop(child, None)
             counts["ended by themselves"] += 1
             if counts["ended by themselves"] > 20:
                 break
         elif rng.random() < 0.6:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            del running[pid]
-            stopped.pop(pid, None)
+            child.kill()
+            running.remove(child)
+            stopped.pop(child, None)
             counts["kills"] += 1
-        elif pid not in stopped:
-            os.kill(pid, signal.SIGSTOP)
-            stopped[pid] = time.monotonic() + rng.random() ** 2 * 3 * pace
+        elif child not in stopped:
+            child.send_signal(signal.SIGSTOP)
+            stopped[child] = time.monotonic() + rng.random() ** 2 * 3 * pace
             counts["stops"] += 1
-    for pid in running:
-        os.kill(pid, signal.SIGCONT)
-        os.kill(pid, signal.SIGTERM)
-    for pid in list(running):
-        reap(pid, HANG_S)
-    running[fork(history, 0, log, last=True)] = 0
-    reap(next(pid for pid, number in running.items() if number == 0), 2 * HANG_S)
+    for child in running:
+        child.send_signal(signal.SIGCONT)
+        child.send_signal(signal.SIGTERM)
+    for child in running:
+        reap(child, HANG_S)
+    reap(children.fork(lambda: act(history, 0, log, last=True), name="last"), 2 * HANG_S)
     return counts
 
 
 def play(history: History, folder: Path) -> tuple[Judge, Counter[str]]:
     """Live through one history and judge it."""
     log = folder / "log"
-    pid = os.fork()
-    if not pid:
-        try:
-            TrajectoryStore.create(history.where, SCHEMA, **history.options).close()
-            os._exit(0)
-        except BaseException:  # noqa: BLE001
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    if os.waitpid(pid, 0)[1]:
-        raise SystemExit(f"the store {history.where} cannot be made")
-    counts = live(history, Log(log), random.Random(history.seed))
+    with Children(folder / "processes") as children:
+        create = children.fork(lambda: TrajectoryStore.create(history.where, SCHEMA, **history.options).close())
+        create.succeed()
+        counts = live(history, Log(log), random.Random(history.seed), children)
     judge = Judge(history.limit, allowed=LOST_REPLIES if history.medium == "s3" else ())
     judge.feed(read_log(log)).close()
     return judge, counts

@@ -15,13 +15,13 @@ Exit code 1 if anything is missed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +37,8 @@ from _soak_checks import GOAL, Line, Witness, check_effects, check_run, mean_rew
 from rlhf_pipeline import definitions
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import read_heartbeat
+from tests.processes import Child, Children
+from trajectory_store import TrajectoryStore
 
 ROLES = ("supervisor", "learner", "collector-0", "collector-1")
 TROUBLE_EVERY_S = (5.0, 12.0)
@@ -46,12 +48,6 @@ TROUBLE = {"kill": 6, "kill all": 1, "kill a young one": 2, "pause": 2, "freeze"
 HANG_S = 15
 """After which the supervisor takes a frozen process for dead."""
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-COMPACTION = """
-import sys
-from trajectory_store import TrajectoryStore
-with TrajectoryStore.open(sys.argv[1], "a") as store:
-    store.compact()
-"""
 LOOK_EVERY_S = 3.0
 """Between two commands that look at the run while it works."""
 SHARE_OF_TROUBLE = 0.75
@@ -139,18 +135,23 @@ def alive(run_dir: Path) -> dict[str, int]:
     return found
 
 
+def compact(store_path: Path) -> None:
+    """Merge the segments of the run's store."""
+    with TrajectoryStore.open(store_path, "a") as store:
+        store.compact()
+
+
 class Looks:
     """Commands that look at a run, and a compaction, one after the other while it works; each must succeed."""
 
-    def __init__(self, run_dir: Path) -> None:
-        store = str(run_dir / "store")
+    def __init__(self, run_dir: Path, children: Children) -> None:
         words = (["verify"], ["inspect", "--grade"], ["tail", "-n", "3"], ["show"])
-        commands = [[sys.executable, "-m", "rlhf_pipeline", word, str(run_dir), *more] for word, *more in words]
-        self.commands = [*commands, [sys.executable, "-c", COMPACTION, store]]
+        commands = [functools.partial(children.run, word, run_dir, *more) for word, *more in words]
+        self.commands = [*commands, functools.partial(children.call, compact, run_dir / "store")]
         self.run = RunFolder(run_dir)
         self.done = 0
         self.problems: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
         self._next = 0.0
 
     def look(self) -> None:
@@ -158,14 +159,11 @@ class Looks:
         if self._process is not None:
             if self._process.poll() is None:
                 return
-            out, err = self._process.communicate()
-            if self._process.returncode:
-                words = " ".join(map(str, self._process.args))  # pyright: ignore[reportArgumentType]
-                self.problems.append(f"{words}: exit code {self._process.returncode}\n{out[-1500:]}{err[-1500:]}")
+            if code := self._process.poll():
+                self.problems.append(f"{self._process.name}: exit code {code}\n{self._process.output()[-3000:]}")
             self._process, self._next, self.done = None, time.monotonic() + LOOK_EVERY_S, self.done + 1
         if time.monotonic() >= self._next and self.run.metrics_file.is_file():
-            command = self.commands[self.done % len(self.commands)]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self._process = self.commands[self.done % len(self.commands)]()
 
     def end(self) -> None:
         """Wait for the last one."""
@@ -183,6 +181,7 @@ class Soak:
         run_dir: Path,
         settings: list[str],
         seed: int,
+        children: Children,
         *,
         effects: bool = False,
         undisturbed: bool = False,
@@ -197,36 +196,25 @@ class Soak:
         self.rng = random.Random(seed)
         self.troubles: Counter[str] = Counter()
         self.memory = Memory()
-        self.looks = Looks(run_dir)
+        self.children = children
+        self.looks = Looks(run_dir, children)
         self.asked: int | None = None
         """The signal that the living supervisor was sent last."""
         self._paused: list[tuple[float, int]] = []
         """Until when, and who."""
         self.witness: Witness | None = None
-        self.supervisor: subprocess.Popen[bytes] | None = None
-        self.output = run_dir.with_suffix(".out")
+        self.supervisor: Child | None = None
 
     def start(self, *more: str) -> None:
         """Type the command, or type it again."""
         resumed = (self.run_dir / "config.json").is_file()
         words = ["--resume"] if resumed else [self.definition, *(w for s in self.settings for w in ("--set", s))]
-        command = [sys.executable, "-m", "rlhf_pipeline", "run", *words, "--out", str(self.run_dir)]
-        with self.output.open("ab") as out:
-            self.supervisor = subprocess.Popen(
-                [
-                    *command,
-                    "--collectors",
-                    "2",
-                    "--max-failures",
-                    "100",
-                    "--hang-timeout",
-                    str(HANG_S * self.pace),
-                    *more,
-                ],
-                stdout=out,
-                stderr=out,
-                env=os.environ | {NOTES: str(self.notes)},
-            )
+        options = ["--collectors", "2", "--max-failures", "100", "--hang-timeout", str(HANG_S * self.pace), *more]
+        self.supervisor = self.children.python(
+            *("-m", "rlhf_pipeline", "run", *words, "--out", self.run_dir, *options),
+            name="supervisor",
+            env={NOTES: str(self.notes)},
+        )
         self.asked = None
 
     def work_in_trouble(self, seconds: float) -> None:
@@ -257,7 +245,7 @@ class Soak:
         """Type the command again where the supervisor was killed or asked to stop."""
         if self.supervisor is not None and self.supervisor.poll() is None:
             return
-        code = None if self.supervisor is None else self.supervisor.returncode
+        code = None if self.supervisor is None else self.supervisor.poll()
         # A process that has only just been started has no handlers yet.
         stopped = (None, -signal.SIGKILL) if self.asked is None else (-signal.SIGKILL, 128 + self.asked, -self.asked)
         if code not in stopped:
@@ -278,11 +266,10 @@ class Soak:
             for each in found.values():
                 self.send(each, signal.SIGKILL)
         elif what == "kill a young one":
-            self.send(self.supervisor.pid, signal.SIGKILL)
-            self.supervisor.wait()
+            self.supervisor.kill()
             self.start("--steps", "1000000")
             time.sleep(self.rng.uniform(0, 1))
-            self.send(self.supervisor.pid, signal.SIGKILL)
+            self.supervisor.kill()
         elif what in ("pause", "freeze"):
             if role == "supervisor":
                 what = "pause"  # nobody would wake it
@@ -341,7 +328,8 @@ class Soak:
         """Wait for the supervisor, looking at it, and return its exit code."""
         while self.supervisor is not None and self.supervisor.poll() is None:
             self.look()
-        return self.supervisor.returncode if self.supervisor is not None else -1
+        code = None if self.supervisor is None else self.supervisor.poll()
+        return -1 if code is None else code
 
     def look(self) -> None:
         """Take in what was acknowledged, and how much memory there is."""
@@ -367,15 +355,7 @@ class Soak:
 
     def tail(self) -> str:
         """Return the last lines of what the supervisor printed."""
-        return "\n".join(self.output.read_text(errors="replace").splitlines()[-20:])
-
-    def kill_all(self) -> None:
-        """Leave nothing behind."""
-        self.looks.end()
-        for pid in alive(self.run_dir).values():
-            os.kill(pid, signal.SIGKILL)
-        if self.supervisor is not None:
-            self.supervisor.wait()
+        return "" if self.supervisor is None else "\n".join(self.supervisor.output().splitlines()[-20:])
 
 
 def soak(
@@ -403,9 +383,9 @@ def soak(
         undisturbed: make no trouble, and judge the memory.
         pace: times the seconds between troubles, and until a process is taken for dead; above 1 on a busy machine.
     """
-    run = Soak(run_dir, settings, seed, effects=effects, undisturbed=undisturbed, pace=pace)
     started = time.monotonic()
-    try:
+    with Children(run_dir.with_suffix(".processes")) as children:
+        run = Soak(run_dir, settings, seed, children, effects=effects, undisturbed=undisturbed, pace=pace)
         if undisturbed:
             run.start("--steps", "1000000")
             run.work(seconds, at_least=0, goal=False)
@@ -456,8 +436,6 @@ def soak(
             *(check_effects(run_dir, pipeline, run.notes) if effects else []),
             *memory,
         ]
-    finally:
-        run.kill_all()
 
 
 def main() -> int:

@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Children
 from trajectory_store import TrajectoryStore
 
+from . import _beside
 from ._beside import NUM, WAYS
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def train(way: str, store: Path, first: int, attempt: int, last: int | None, delay: float) -> list[tuple[int, int]]:
+def train(
+    children: Children, way: str, store: Path, first: int, attempt: int, last: int | None, delay: float
+) -> list[tuple[int, int]]:
     """Take rollouts in a process of its own, killed in the middle of the one after `last`; return what it was told."""
-    command = [sys.executable, "-m", "tests.crash._beside", way, str(store), str(first), str(attempt)]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}"}
-    told: list[tuple[int, int]] = []
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=env, cwd=ROOT, bufsize=1, **pipes) as running:
-        assert running.stdout is not None
-        assert running.stdin is not None
-        for line in running.stdout:
-            number, of = line.split()
-            told.append((int(number), int(of)))
-            if number != str(last) and running.poll() is None:
-                running.stdin.write("\n")
-            elif number == str(last):
-                running.stdin.write("\n")
-                time.sleep(delay)
-                running.send_signal(signal.SIGKILL)
-    return told
+    ahead = store.with_name(f"ahead-{attempt}")
+    ahead.write_bytes(bytes(NUM if last is None else last))
+    trainer = children.call(_beside.train, way, str(store), first, attempt, str(ahead))
+    if last is None:
+        trainer.succeed()
+    else:
+        trainer.until(lambda: f"\n{last} " in f"\n{trainer.output()}", every=0.001)
+        ahead.write_bytes(bytes(last + 1))
+        time.sleep(delay)
+        trainer.kill()
+    return [(int(number), int(of)) for number, of in (line.split() for line in trainer.output().splitlines())]
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("way", [*WAYS, "nemo_gym"])
-def test_what_a_trainer_was_told_is_there_once(tmp_path: Path, way: str):
+def test_what_a_trainer_was_told_is_there_once(tmp_path: Path, children: Children, way: str):
     """Three kills in the middle of 200 rollouts of two completions; the trainer goes on after what it was told."""
     store, told, rng = tmp_path / "store", list[tuple[int, int]](), random.Random(way)
     for attempt, middle in enumerate([*(rng.randrange(at, at + 40) for at in (20, 80, 140)), None]):
-        told += train(way, store, told[-1][0] + 1 if told else 0, attempt, middle, rng.uniform(0, 0.004))
+        told += train(children, way, store, told[-1][0] + 1 if told else 0, attempt, middle, rng.uniform(0, 0.004))
     assert [number for number, _ in told] == list(range(NUM))
     assert len({attempt for _, attempt in told}) == (1 if way == "nemo_gym" else 4)
     with TrajectoryStore.open(store) as opened:

@@ -4,52 +4,39 @@ from __future__ import annotations
 
 import json
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from rlhf_pipeline.exchange import export_store, import_files
+from tests.processes import Children
 from trajectory_store import TrajectoryStore, diff
 
-ROOT = Path(__file__).resolve().parents[2]
 KILLS = 12
-CODE = """
-import sys, time
-from rlhf_pipeline.exchange import import_files
-import_files([sys.argv[1]], sys.argv[2], batch_rows=7, on_commit=lambda report: time.sleep(0.004))
-"""
 
 
-def start(file: Path, store: Path) -> subprocess.Popen[bytes]:
-    """Start an import in its own process."""
-    path = f"{ROOT}:{ROOT / 'storage'}"
-    return subprocess.Popen([sys.executable, "-c", CODE, str(file), str(store)], env={"PYTHONPATH": path})
+def import_slowly(file: Path, store: Path) -> None:
+    """Import in small batches, with a pause after each."""
+    import_files([file], store, batch_rows=7, on_commit=lambda report: time.sleep(0.004))
 
 
-def kill_and_go_on(file: Path, store: Path, rng: random.Random) -> int:
+def kill_and_go_on(children: Children, file: Path, store: Path, rng: random.Random) -> int:
     """Kill imports until one comes to its end; return how many were killed."""
     killed = 0
-    while killed < KILLS:
-        running = start(file, store)
-        deadline = time.monotonic() + 120
-        while not store.exists() and running.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
+    for _ in range(KILLS):
+        running = children.call(import_slowly, file, store)
+        running.until(lambda running=running: store.exists() or running.poll() is not None)
         time.sleep(rng.uniform(0, 0.15))
-        if running.poll() is not None:
+        if not running.killed():
             break
-        running.send_signal(signal.SIGKILL)
         killed += 1
-        running.wait()
-    assert start(file, store).wait(300) == 0
+    children.call(import_slowly, file, store).succeed(300)
     return killed
 
 
 @pytest.mark.crash
-def test_a_killed_import_goes_on_without_duplicates(tmp_path: Path):
+def test_a_killed_import_goes_on_without_duplicates(tmp_path: Path, children: Children):
     """Rollouts of another tool, and an export: after many kills the store equals that of a straight import."""
     rng = random.Random(5)
     file = tmp_path / "rollouts.jsonl"
@@ -62,7 +49,7 @@ def test_a_killed_import_goes_on_without_duplicates(tmp_path: Path):
     export_store(tmp_path / "straight", tmp_path / "export.jsonl")
     for source in (file, tmp_path / "export.jsonl"):
         store = tmp_path / f"killed_{source.stem}"
-        assert kill_and_go_on(source, store, rng) >= 3
+        assert kill_and_go_on(children, source, store, rng) >= 3
         with TrajectoryStore.open(tmp_path / "straight") as left, TrajectoryStore.open(store) as right:
             assert len(right) == 3000
             assert right.verify().ok

@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
 from tests.crash._s3 import missing, serve
+from tests.processes import Children
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [
@@ -41,6 +42,7 @@ class Pod:
     container: dict[str, Any]
     url: str
     folder: Path
+    children: Children
     failures: Counter[str] = field(default_factory=Counter)
     """Consecutive failures by probe."""
     worst: Counter[str] = field(default_factory=Counter)
@@ -59,8 +61,7 @@ class Pod:
         for option in ("--metrics-port", "--metrics-host"):
             if option in words:
                 del words[(at := words.index(option)) : at + 2]
-        self.log = (self.folder / "log").open("w")
-        self.process = subprocess.Popen(words, env=self.env, stdout=self.log, stderr=self.log)
+        self.process = self.children.program(*words, env=self.env, name=self.container["name"])
 
     def _compressed(self, seconds: str) -> str:
         return str(float(seconds) * OUTAGE_S / HOUR_S)
@@ -86,37 +87,27 @@ class Pod:
         return success
 
 
-def test_an_outage_of_an_hour_terminates_no_process(tmp_path: Path):
+def test_an_outage_of_an_hour_terminates_no_process(tmp_path: Path, children: Children):
     """Liveness stays, readiness fails, no process ends, and after the outage the run comes to its end."""
     file = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes.yaml"
     containers = [job["spec"]["template"]["spec"]["containers"][0] for job in yaml.safe_load_all(file.read_text())]
     with serve(tmp_path, seed=5) as rig:
-        pods = [Pod(container, rig.url, tmp_path / container["name"]) for container in containers]
-        try:
-            deadline = time.monotonic() + 120
-            while not all(pod.probe("startupProbe") for pod in pods):
-                assert time.monotonic() < deadline, "no heartbeat"
-                time.sleep(0.2)
-            while not len(RunFolder(rig.url).metrics):
-                assert time.monotonic() < deadline, "no step"
-                time.sleep(0.2)
-            rig.cut(OUTAGE_S)
-            until = time.monotonic() + OUTAGE_S
-            while time.monotonic() < until - 2:
-                for pod in pods:
-                    pod.probe("livenessProbe")
-                    assert pod.process.poll() is None, (pod.folder / "log").read_text()
-                pods[0].probe("readinessProbe")
+        pods = [Pod(container, rig.url, tmp_path / container["name"], children) for container in containers]
+        first = pods[0].process
+        first.until(lambda: all(pod.probe("startupProbe") for pod in pods), seconds=120, every=0.2)
+        first.until(lambda: len(RunFolder(rig.url).metrics), seconds=120, every=0.2)
+        rig.cut(OUTAGE_S)
+        until = time.monotonic() + OUTAGE_S
+        while time.monotonic() < until - 2:
             for pod in pods:
-                assert pod.worst["livenessProbe"] < pod.container["livenessProbe"]["failureThreshold"]
-                assert pod.worst["livenessProbe"] == 0
-            assert pods[0].worst["readinessProbe"] >= 2  # the probe that restarted pods before reads the bucket
-            for pod in pods:
-                assert pod.process.wait(120) == 0, (pod.folder / "log").read_text()
-            rig.calm()
-            assert [row["step"] for row in RunFolder(rig.url).metrics] == list(range(1, 7))
-        finally:
-            for pod in pods:
-                pod.process.kill()
-                pod.process.wait()
-                pod.log.close()
+                pod.probe("livenessProbe")
+                assert pod.process.poll() is None, pod.process.output()
+            pods[0].probe("readinessProbe")
+        for pod in pods:
+            assert pod.worst["livenessProbe"] < pod.container["livenessProbe"]["failureThreshold"]
+            assert pod.worst["livenessProbe"] == 0
+        assert pods[0].worst["readinessProbe"] >= 2  # the probe that restarted pods before reads the bucket
+        for pod in pods:
+            pod.process.succeed(120)
+        rig.calm()
+        assert [row["step"] for row in RunFolder(rig.url).metrics] == list(range(1, 7))

@@ -6,12 +6,8 @@ import importlib.util
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,22 +28,12 @@ pytestmark = [
 ]
 
 LATE_S = 600.0
-COMMAND = [sys.executable, "-m", "rlhf_pipeline", "run", "copy_digits"]
+COMMAND = ["run", "copy_digits"]
 FEW = [
     *("--set", "collect.group_size=4", "--set", "collect.prompts_per_rollout=4", "--set", "learn.token_budget=64"),
     *("--set", "learn.stop_at_reward=none", "--set", "learn.checkpoint_every=2", "--steps", "6"),
 ]
 SMALL = {"object_store_memory": 80_000_000, "include_dashboard": False}
-
-
-def until(happens: Callable[[], Any], driver: subprocess.Popen[bytes]) -> Any:
-    """Wait until something is there, and return it."""
-    late = time.monotonic() + LATE_S
-    while not (found := happens()):
-        assert time.monotonic() < late, "nothing happens any more"
-        assert driver.poll() is None, "the supervisor has ended"
-        time.sleep(1.0)
-    return found
 
 
 def node_of(log: Path, name: str) -> list[str]:
@@ -61,7 +47,7 @@ def weights(run: RunFolder) -> bytes:
 
 
 @pytest.mark.nightly
-def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monkeypatch):
+def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monkeypatch, children):
     """Three nodes: those of a collector and of the learner go and others come, and the network is gone for 20 s.
 
     Every prompt and every step once, and the weights are those of a run in one process.
@@ -72,14 +58,13 @@ def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monke
     monkeypatch.setenv("RLHF_PIPELINE_LEASE_S", "4")
     monkeypatch.setenv("RLHF_PIPELINE_CACHE", str(tmp_path / "copies"))
     few = [*COMMAND, "--set", "learn.stop_at_reward=none", "--steps", "16"]
-    subprocess.run([*few, "--out", str(tmp_path / "straight")], check=True, capture_output=True)
+    children.run(*few, "--out", tmp_path / "straight").succeed()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **SMALL})
     nodes = [cluster.add_node(num_cpus=1, **SMALL) for _ in range(3)]
     try:
         with serve(tmp_path, faults={}) as rig:
             command = [*few, "--collectors", "2", "--ray", cluster.address, "--out", rig.url]
-            with (tmp_path / "driver.log").open("wb") as out:
-                driver = subprocess.Popen(command, stdout=out, stderr=out, env=dict(os.environ))
+            driver = children.python("-m", "rlhf_pipeline", *command, name="driver")
             rig.calm()
 
             watched = RunFolder(rig.url)
@@ -96,15 +81,15 @@ def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monke
                 cluster.remove_node(node, allow_graceful=False)
                 nodes.remove(node)
                 nodes.append(cluster.add_node(num_cpus=1, **SMALL))
-                until(lambda: len(node_of(log(), name)) > len(before), driver)
+                driver.until(lambda: len(node_of(log(), name)) > len(before), seconds=LATE_S, every=1.0)
 
-            until(learned(2), driver)
+            driver.until(learned(2), seconds=LATE_S, every=1.0)
             lose("collector-0")
-            until(learned(6), driver)
+            driver.until(learned(6), seconds=LATE_S, every=1.0)
             lose("learner")
-            until(learned(10), driver)
+            driver.until(learned(10), seconds=LATE_S, every=1.0)
             rig.cut(20.0)
-            assert driver.wait(LATE_S) == 0, (tmp_path / "driver.log").read_text()
+            driver.succeed(LATE_S)
             run, straight = RunFolder(rig.url), RunFolder(tmp_path / "straight")
             assert [finding.text for finding in check_run(run) if not finding.ok] == []
             steps = len(straight.metrics)
@@ -125,25 +110,20 @@ def test_a_run_on_ray_whose_nodes_are_lost_ends_as_if_left_alone(tmp_path, monke
         cluster.shutdown()
 
 
-def test_two_learners_on_ray_of_which_one_is_killed_learn_like_one(tmp_path, monkeypatch):
+def test_two_learners_on_ray_of_which_one_is_killed_learn_like_one(tmp_path, monkeypatch, children):
     """Both are started again, every step counts once, and the curve is that of a run in one process to 1e-5."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    subprocess.run([*COMMAND, *FEW, "--out", str(tmp_path / "straight")], check=True, capture_output=True)
+    children.run(*COMMAND, *FEW, "--out", tmp_path / "straight").succeed()
     run, straight = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "straight")
     command = [*COMMAND, *FEW, "--collectors", "1", "--learners", "2", "--ray", "--out", str(run.path)]
-    with (tmp_path / "driver.log").open("wb") as out:
-        driver = subprocess.Popen(command, stdout=out, stderr=out)
-    late, killed = time.monotonic() + LATE_S, None
-    while driver.poll() is None:
-        assert time.monotonic() < late, (tmp_path / "driver.log").read_text()
-        time.sleep(0.2)
+    driver = children.python("-m", "rlhf_pipeline", *command, name="driver")
+
+    def learner() -> int | None:
         pid = run.heartbeat_of("supervisor").get("processes", {}).get("learner-1")
-        if killed is None and pid is not None and run.record.exists and run.rows(run.metrics_file).last_step >= 3:
-            os.kill(pid, signal.SIGKILL)
-            killed = pid
-    said = (tmp_path / "driver.log").read_text()
-    assert driver.returncode == 0, said
-    assert killed is not None, said
+        return pid if run.record.exists and run.rows(run.metrics_file).last_step >= 3 else None
+
+    os.kill(driver.until(learner, seconds=LATE_S, every=0.2) or 0, signal.SIGKILL)
+    said = driver.succeed(LATE_S)
     assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in said
     assert [finding.text for finding in check_run(run) if not finding.ok] == []
     assert [row["step"] for row in run.ledger] == [1, 2, 3, 4, 5, 6]

@@ -12,18 +12,15 @@ import random
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlhf_pipeline.policies.new_model import new_model
-from tests.rlhf_pipeline.typed import ended, forked
 from trajectory_store import TrajectoryStore
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).resolve().parents[2]
 FULL_GROUPS, GROUPS, MEMBERS, BATCH, KILLS = 1319, 150, 4, 16, 3
 
 IMPORT = """
@@ -88,33 +85,11 @@ def play(*arguments):
     exec(IMPORT, {"__name__": "__main__"})
 
 
-def start(store, model, data, progress):
-    """Start an import."""
-    return forked(play, *map(str, (store, model, data, progress)), out=said(progress))
-
-
-def said(progress):
-    """The file with what an import prints."""
-    return progress.with_name(f"{progress.name}.out")
-
-
 def kill_at(process, progress, count):
     """Kill a process a moment after it has reported so many batches."""
-    deadline = time.monotonic() + 300
-    while not progress.exists() or progress.stat().st_size < count:
-        assert process.is_alive(), said(progress).read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    process.until(lambda: progress.exists() and progress.stat().st_size >= count, every=0.002)
     time.sleep(random.random() * 0.03)
-    assert process.is_alive(), said(progress).read_text()
-    process.kill()
-    process.join()
-
-
-def finish(process, progress):
-    """Wait for the end of an import that was left alone."""
-    done = ended(process, said(progress), 600)
-    assert done.code == 0, done.out
+    assert process.killed(), process.output()
 
 
 def rows(path):
@@ -140,26 +115,30 @@ def num_waiting(path):
         return int(np.count_nonzero(store.read_scalars("waiting") >= 0))
 
 
-def test_killed_three_times_equals_undisturbed(gsm8k_dir, tmp_path, request):
+def test_killed_three_times_equals_undisturbed(gsm8k_dir, tmp_path, request, children):
     """Groups of four, SIGKILL at three random points: nothing lost or repeated, advantages bit-equal."""
     num_groups = FULL_GROUPS if request.config.getoption("--full-sweep") else GROUPS
     data = tmp_path / "solutions.jsonl"
     with (gsm8k_dir / "example_model_solutions.jsonl").open() as lines:
         data.write_text("".join(itertools.islice(lines, num_groups)))
     new_model(tmp_path / "model", text_file=data, vocab_size=1024, hidden_size=32, num_layers=1, num_heads=2)
-    straight = start(tmp_path / "straight", tmp_path / "model", data, tmp_path / "straight.progress")
+
+    def start(store, progress):
+        return children.call(play, *map(str, (store, tmp_path / "model", data, progress)), name=progress.name)
+
+    straight = start(tmp_path / "straight", tmp_path / "straight.progress")
     killed, batches, found = tmp_path / "killed", num_groups * MEMBERS // BATCH, []
     for kill in range(KILLS):
         progress = tmp_path / f"killed.{kill}"
-        process = start(killed, tmp_path / "model", data, progress)
+        process = start(killed, progress)
         low = batches * (kill + 1) // (KILLS + 2)
         kill_at(process, progress, random.randint(low, low + batches // (KILLS + 2) // 2))
         found.append(sorted(rows(killed)[0]))
         assert len(found[-1]) >= BATCH * progress.stat().st_size, "a batch that was acknowledged is not there"
         assert num_waiting(killed), "no group was waiting when the process was killed"
     assert set(found[0]) < set(found[1]) < set(found[2])
-    finish(start(killed, tmp_path / "model", data, tmp_path / "killed.last"), tmp_path / "killed.last")
-    finish(straight, tmp_path / "straight.progress")
+    start(killed, tmp_path / "killed.last").succeed(600)
+    straight.succeed(600)
     (left, groups), (right, _) = rows(killed), rows(tmp_path / "straight")
     assert sorted(left) == list(range(num_groups * MEMBERS))
     assert np.bincount(list(groups.values())).tolist() == [MEMBERS] * num_groups
