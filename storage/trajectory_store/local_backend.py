@@ -203,6 +203,7 @@ class Memmap(Medium):
         try:
             if fs.try_lock(fd) is not True:
                 return False
+            local.refresh()  # the writer may have committed since it was last looked at, and died or closed only then
             last = local.last_record()
             if not local.check_all() or last is None or last.kind != KIND_ROWS:
                 return False

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from tests.processes import Children
 from trajectory_store import Column, TrajectoryStore, fs
 from trajectory_store.format import RECORD_SIZE
 
+Backend = Literal["memmap", "zarr"]
 BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
 
@@ -48,6 +53,41 @@ def test_a_writer_that_was_stopped_goes_on_in_a_new_segment(tmp_path, backend, d
             store.refresh()
             assert store.read_scalars("tag").tolist() == [0, 1, 2]
         assert other.verify().ok, str(other.verify())
+
+
+@BACKENDS
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_a_writer_commits_before_it_dies_is_kept_by_whoever_ends_its_segment(
+    tmp_path: Path, children: Children, backend: Backend, is_closed: bool
+):
+    """The process that ends the segment last looked at it before these commits: it may have been stopped since."""
+    path, go = tmp_path / "s", tmp_path / "go"
+    TrajectoryStore.create(path, [Column("tag", "int64")], backend=backend, durability="power").close()
+
+    def write() -> None:
+        store = TrajectoryStore.open(path, "a")
+        store.append({"tag": [0]})
+        os.write(1, b"0")
+        while not go.exists():
+            time.sleep(0.001)
+        store.append({"tag": [1]})
+        store.append({"tag": [2]})
+        if is_closed:
+            store.close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    writer = children.fork(write)
+    writer.until(writer.output)
+    with TrajectoryStore.open(path, "a") as store:
+        go.touch()
+        assert writer.wait() == -signal.SIGKILL
+        for segment in store._catalog.segments.values():
+            store._catalog.medium.close_dead(segment)
+        store.refresh()
+        assert store.read_scalars("tag").tolist() == [0, 1, 2]
+    with TrajectoryStore.open(path) as store:
+        assert store.read_scalars("tag").tolist() == [0, 1, 2]
+        assert store.verify().ok, str(store.verify())
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
