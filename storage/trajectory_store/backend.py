@@ -98,7 +98,11 @@ class Segment(ABC):
         self.newest_ns: int = 0
         self.finished: bool = False
         self.gaps: list[Gap] = []
-        """What is not served. This, and the four that follow, hold for the files as they were opened."""
+        """What is not served. This, and the six that follow, hold for the files as they were opened."""
+        self.targets: dict[Gap, Int64Array] = {}
+        """Of updates, the rows that those in `gaps` were for, once a read of their columns has met them."""
+        self.stale: list[Gap] = []
+        """Of rows, those that are in `targets` of updates: not served either, although the files may be intact."""
         self.reported = 0
         """How many gaps a warning has told of."""
         self.stamped: object = None
@@ -369,9 +373,14 @@ class Segment(ABC):
             times[row] = times[beside[0]] if beside else self.meta.created_ns
 
     @property
-    def hidden(self) -> list[Gap]:
-        """The gaps whose rows are not served; of merged rows whose times are damaged, the order is estimated."""
+    def lost(self) -> list[Gap]:
+        """The gaps whose rows cannot be served; of merged rows whose times are damaged, the order is estimated."""
         return self.gaps if self.meta.kind == "update" else [gap for gap in self.gaps if gap.array != ROW_TIME]
+
+    @property
+    def hidden(self) -> list[Gap]:
+        """The gaps whose rows are not served: these, and those with a damaged later value."""
+        return [*self.lost, *self.stale]
 
     def add_gap(self, gap: Gap) -> None:
         """Leave out rows from now on; of a commit that is left out as a whole, its first reason stays."""
@@ -385,10 +394,10 @@ class Segment(ABC):
 
     def runs(self, records: int, rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return times, first ids and sizes of the runs of rows committed together, after those already seen."""
-        if self.meta.merged or any(gap.array for gap in self.gaps):
+        if self.meta.merged or any(gap.array for gap in (*self.gaps, *self.stale)):
             self.check_order()
             ids, times = self.row_ids(rows, self.rows), self.row_times(records, rows)
-            if self.gaps:
+            if self.gaps or self.stale:
                 ids, times = ids[times >= 0], times[times >= 0]
             back = (times[1:] < times[:-1]) & (ids[1:] >> ORDINAL_SHIFT == ids[:-1] >> ORDINAL_SHIFT)
             if self.meta.kind == "rows" and back.any():  # times grow within each segment
@@ -416,9 +425,21 @@ class Segment(ABC):
         except StoreError:
             return np.empty(0, np.int64)
 
-    @abstractmethod
     def sure_targets(self, gap: Gap) -> Int64Array | None:
         """Return the rows that a damaged update was for, or None if they are not known: it may be for any."""
+        if gap not in self.targets:
+            try:
+                targets = self._find_targets(gap)
+            except StoreError:  # it cannot be read now
+                targets = None
+            if targets is None:
+                return None
+            self.targets[gap] = targets
+        return self.targets[gap]
+
+    @abstractmethod
+    def _find_targets(self, gap: Gap) -> Int64Array | None:
+        """Read the rows that a damaged update was for; None if they are damaged as well."""
 
     def report(self, report: VerifyReport, gap: Gap) -> None:
         """Report a commit whose rows are not there: as a loss if the owner of the store has accepted it."""

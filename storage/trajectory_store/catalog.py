@@ -19,8 +19,8 @@ from trajectory_store.arrival import ArrivalOrder, Arrivals
 from trajectory_store.backend import Gap, Medium, Rows, Segment
 from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
 from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError, StoreError
-from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, ROW_TIME
-from trajectory_store.ragged import Int64Array, distinct
+from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, ROW_TIME, TARGET
+from trajectory_store.ragged import Int64Array, distinct, ranges_of
 from trajectory_store.rebuild import rebuild
 from trajectory_store.root import Root
 from trajectory_store.schema import Column
@@ -332,18 +332,38 @@ class Catalog:
 
     def _note_gaps(self) -> None:
         """Note the commits found so far that are not served, except those whose loss was accepted."""
-        self._gappy = [s for s in self.segments.values() if s.gaps]
+        self._hide_stale()
+        self._gappy = [s for s in self.segments.values() if s.gaps or s.stale]
         for segment in (*self._gappy, *(s for s in self.updates.values() if s.gaps)):
             new = [gap for gap in segment.gaps if segment.is_damage(gap)]
             if new and len(new) != segment.reported:
                 segment.reported = len(new)
                 rows, more = sum(gap.end - gap.first for gap in new), f" (and {len(new) - 1} more)" * (len(new) > 1)
+                what = "rows" if segment.meta.kind == "rows" else "later values"
                 lost = (
                     "are not served"
-                    if any(gap in segment.hidden for gap in new)
+                    if any(gap in segment.lost for gap in new)
                     else "have no time, so their order is estimated"
                 )
-                self._note(f"{segment.name}: {rows} rows {lost}: {new[0].why}{more}.")
+                self._note(f"{segment.name}: {rows} {what} {lost}: {new[0].why}{more}.")
+
+    def _hide_stale(self) -> None:
+        """Hide rows of which a read has met a damaged later value: what could be read of them is an older one."""
+        damaged = [(u, gap) for u in self.updates.values() for gap in u.targets if u.is_damage(gap)]
+        if not damaged and not any(segment.stale for segment in self._gappy):
+            return
+        stale: dict[int, list[Gap]] = {}
+        for update, gap in damaged:
+            ordinals, rows = self._find(update.targets[gap])
+            why = f"a later value is damaged: {update.name}: {gap.why}"
+            for ordinal in distinct(ordinals[ordinals >= 0]):
+                runs = ranges_of(np.unique(rows[ordinals == ordinal]))
+                stale.setdefault(ordinal, []).extend(Gap(gap.seq, a, b, why, gap.array or TARGET) for a, b in runs)
+        for segment in self.segments.values():
+            if segment.stale != (gaps := stale.get(segment.ordinal, [])):
+                segment.stale = gaps
+                self.order.reset()
+                self.generation += 1
 
     def _note(self, problem: str) -> None:
         if problem in self.problems:
@@ -435,10 +455,12 @@ class Catalog:
                 self.check([(segment, rows)], segment.schema.columns)
             if not self.medium.complete:  # there, rows are compared as they are fetched
                 self.find_damage([*updates, *runs])
+        lost_updates = [(u, gap) for u, _ in updates for gap in u.gaps if u.is_damage(gap)]
+        unknown = [(u, gap) for u, gap in lost_updates if u.sure_targets(gap) is None]
+        with self.lock:
+            self._note_gaps()  # the rows of the others are hidden
         out = [(s, gap, s.gap_ids(gap)) for s, _ in runs for gap in s.hidden if s.is_damage(gap)]
-        for update, gap in ((u, gap) for u, _ in updates for gap in u.gaps if u.is_damage(gap)):
-            targets = update.sure_targets(gap)
-            out.append((update, gap, (self.ids() if ids is None else ids) if targets is None else targets))
+        out += [(u, gap, self.ids() if ids is None else ids) for u, gap in unknown]
         mine = [(s, gap, among if ids is None else among[np.isin(among, ids)]) for s, gap, among in out]
         return [damage for damage in mine if len(damage[2])]
 
@@ -699,7 +721,9 @@ class Catalog:
             return None
         rows, home, first = homes[ordinal].tolist()
         segment = self.segments.get(home)
-        return None if segment is None or segment.gaps or row >= rows else (segment, first + row)
+        if segment is None or segment.gaps or segment.stale or row >= rows:
+            return None
+        return segment, first + row
 
     def unreadable(self, segment: Segment, gap: Gap, ids: Int64Array) -> CorruptionError:
         """Return the error for rows of a commit that is not served."""

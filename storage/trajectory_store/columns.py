@@ -328,12 +328,18 @@ class ColumnReader:
                 f"{catalog.lost_updates}, which cannot be opened. Run verify(), and put it back from a copy."
             )
         updates = [update for update in catalog.updates.values() if column.name in update.schema]
-        catalog.check([(update, slice(0, update.rows)) for update in updates], (column,), flags=flags)
+        every_update = [(update, slice(0, update.rows)) for update in updates]
+        catalog.check(every_update, (column,), flags=flags, warn=self._every)
         for update, gap in ((u, gap) for u in updates for gap in u.gaps if u.is_damage(gap)):
             targets = update.sure_targets(gap)
             mine = self.ids if targets is None else self.ids[np.isin(self.ids, targets)]
-            if len(mine):
-                raise catalog.unreadable(update, gap, mine)
+            if not len(mine):
+                continue
+            if targets is not None:
+                catalog.note_damage()  # they are hidden from now on
+                if self._every:
+                    raise DamageFoundError(f"{catalog.medium.where}: later values were found damaged")
+            raise catalog.unreadable(update, gap, mine)
         places = self._places(column)
         if places is not self._base:
             for ordinal, rows in self._base.runs:

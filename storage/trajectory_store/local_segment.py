@@ -487,7 +487,7 @@ class LocalSegment(Segment):
 
     def _check_part(self, seq: int, name: str, rows: Int64Array, *, is_read: bool) -> None:
         """Compare the blocks of an array that hold rows of a commit, and leave out the rows of those that differ."""
-        for gap in self.hidden:  # where a row that is appended later begins, may be in a block that is left out
+        for gap in self.lost:  # where a row that is appended later begins, may be in a block that is left out
             self._mark(_ALL, slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1))
         every = self._compared_rows(_ALL)
         if every is None or not len(rows := rows[~every[rows]]):
@@ -680,8 +680,8 @@ class LocalSegment(Segment):
             return False
         return self._compared.get(_ALL) == self.rows or not self.rows
 
-    def sure_targets(self, gap: Gap) -> Int64Array | None:
-        """Return the rows that a damaged update was for, or None if they are not known."""
+    def _find_targets(self, gap: Gap) -> Int64Array | None:
+        """Read the rows that a damaged update was for; None if they are damaged as well."""
         record = self.log.get(gap.seq) if 0 <= gap.seq < self.records else None
         rows = np.arange(gap.first, gap.end)
         if record is None or self._damage_of(record, self._sure_parts(record), TARGET, rows):

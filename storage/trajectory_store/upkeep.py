@@ -304,7 +304,7 @@ def accept_losses(catalog: Catalog, ids: Int64Array | None = None) -> int:
     """
     lost: dict[int, set[tuple[int, int]]] = {}
     for segment in (*catalog.segments.values(), *catalog.updates.values()):
-        for gap in segment.hidden:
+        for gap in segment.lost:
             is_selected = ids is None or np.isin(segment.gap_ids(gap), ids).any()
             if is_selected and segment.is_damage(
                 gap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -115,19 +116,64 @@ def test_rows_that_arrive_while_reading_are_checked_too(tmp_path, backend):
             assert (found["tag"].tolist(), found["score"].tolist()) == ([100 + k], [float(k)])
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_damaged_update_in_an_object_is_an_error_where_it_matters(tmp_path, merged):
-    """Without `checked` an update that is damaged does not count, and the row's own value does."""
-    ids = make(tmp_path / "s", backend="zarr", merged=merged)
-    (file,) = (tmp_path / "s").glob("seg-00000004-merged/score/c/0" if merged else "seg-00000002/00000000.zip")
-    time.sleep(0.02)
-    flip(file, 20 if merged else 70)
+def flip_later(path: Path, backend: str, column: str, *, merged: bool) -> tuple[Path, bytes]:
+    """Flip a bit of the first later value of a column; return the file, and what was there."""
+    segment = max(path.glob("seg-*-merged" if merged else "seg-*"))
+    if merged or backend == "memmap":
+        return segment / column / "c" / "0", flip(segment / column / "c" / "0", 2)
+    file = segment / "00000000.zip"
+    with zipfile.ZipFile(file) as archive:
+        header = archive.getinfo(f"{column}/c/0").header_offset
+    raw = file.read_bytes()
+    begin = header + 30 + sum(int.from_bytes(raw[header + i : header + i + 2], "little") for i in (26, 28))
+    return file, flip(file, begin + 2)
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["updated", "added"])
+@pytest.mark.parametrize("merged", [False, True], ids=["plain", "merged"])
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_a_damaged_later_value_costs_its_rows(tmp_path, backend, merged, added):
+    """A read of all rows omits them with a warning, a read by id names them, and the right file brings them back."""
+    path, column = tmp_path / "s", "added" if added else "score"
+    with TrajectoryStore.create(path, SCHEMA, backend=backend, segment_rows=40, compress=False) as store:
+        ids = [
+            store.append({"tag": np.arange(10) + 10 * k, "x": [[k] * 4] * 10, "score": [0.0] * 10}) for k in range(8)
+        ]
+        store.add_columns([Column("added", "int64", fill=0, mutable=True)])
+        store.update(ids[1], **{column: [1] * 10})
+    if merged:
+        with TrajectoryStore.open(path, "a") as store:
+            store.update(ids[1], **{column: [1] * 10})  # a segment alone is not merged
+        with TrajectoryStore.open(path, "a") as store:
+            store.compact()
+    every, rest = np.concatenate(ids), np.concatenate([ids[0], *ids[2:]])
+    file, raw = flip_later(path, backend, column, merged=merged)
+    with TrajectoryStore.open(path) as store:
+        with pytest.warns(RuntimeWarning, match=f"{file.relative_to(path).parts[0]}: 10 later values are not served"):
+            assert store.read_scalars(column).tolist() == [0] * 70
+        assert store.ids().tolist() == rest.tolist()
+        assert store.damaged().tolist() == ids[1].tolist() == store.verify().damaged_ids.tolist()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        store = TrajectoryStore.open(tmp_path / "s")
-        with pytest.raises(CorruptionError, match="seg-0000000"):
-            store.read(ids[1], ["score"], checked=True)
-        assert store.read(ids[1], ["tag"], checked=True)["tag"].tolist() == list(range(10, 20))
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for read in (
+            lambda store: store.where(f"{column} == 0"),
+            lambda store: np.concatenate([batch["ids"] for batch in store.batches(7, [column])]),
+            lambda store: every[[row["tag"] for row in store]],
+            lambda store: store.intact(skip_damaged=True),
+        ):
+            with TrajectoryStore.open(path) as store:
+                assert read(store).tolist() == rest.tolist()
+        store = TrajectoryStore.open(path)
+        for read in (store.read, store.read_padded):
+            assert read(rest)[column].tolist() == [0] * 70
+            for asked_ids in (ids[1][:1], every):
+                with pytest.raises(CorruptionError, match=rf"trajector(y|ies) {ids[1][0]}.*later value.*seg-0000000"):
+                    read(asked_ids)
+        time.sleep(0.06)
+        file.write_bytes(raw)
+        store.refresh()
+        assert store.read_scalars(column).tolist() == [0] * 10 + [1] * 10 + [0] * 60
+        assert store.ids().tolist() == every.tolist()
 
 
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])

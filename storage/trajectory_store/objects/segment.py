@@ -811,8 +811,8 @@ class ObjectSegment(Segment):
         targets = self.sure_targets(gap)
         return np.empty(0, np.int64) if targets is None else targets
 
-    def sure_targets(self, gap: Gap) -> Int64Array | None:
-        """Return the rows that a damaged update was for, or None if they are not known."""
+    def _find_targets(self, gap: Gap) -> Int64Array | None:
+        """Read the rows that a damaged update was for; None if they are damaged as well."""
         if self.sealed is not None:
             self.find_damage(slice(0, self.rows), (TARGET,))
             if any(
