@@ -103,8 +103,8 @@ class Segment(ABC):
         """Of updates, the rows that those in `gaps` were for, once a read of their columns has met them."""
         self.stale: list[Gap] = []
         """Of rows, those that are in `targets` of updates: not served either, although the files may be intact."""
-        self.reported = 0
-        """How many gaps a warning has told of."""
+        self.noted = 0
+        """How many gaps the catalog has noted; more were found since."""
         self.stamped: object = None
         """The state of the files when they were last compared to find what was put back."""
         self.is_read = False

@@ -98,7 +98,8 @@ class Catalog:
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
         self._moved = False
         self._gappy: list[Segment] = []
-        self._unseen: set[Segment] = set()
+        self._looked_generation = -1
+        """The generation in which the records of all commits were looked at."""
         self._tables: dict[str, dict[int, Any]] = {}
         self.later_values: dict[str, Any] = {}
         """What other modules keep for as long as the catalog is open."""
@@ -153,8 +154,10 @@ class Catalog:
             if segment is None:
                 self.refresh()
             else:
+                before = self.generation
                 self._read_commits([segment])
-                self._unseen.discard(segment)  # what this process wrote needs no look
+                if self._looked_generation == before:
+                    self._looked_generation = self.generation  # what this process wrote needs no look
 
     def _read_commits(self, segments: Sequence[Segment] | None = None) -> None:
         """Read new commits of segments, by default of all open ones. If one cannot be read, the others still count."""
@@ -282,7 +285,6 @@ class Catalog:
             self.updates[entry.ordinal] = segment
             return
         self.segments[entry.ordinal] = segment
-        self._unseen.add(segment)
         sources = np.array(entry.sources, np.int64)
         homes[sources, _HOME] = entry.ordinal
         if not entry.merged:
@@ -307,7 +309,6 @@ class Catalog:
         self._tables = {}
         if segment is None:
             return
-        self._unseen.discard(segment)
         sources = np.array(entry.sources, np.int64)
         lost = sources[self._homes[sources, _HOME] == ordinal]
         if len(lost):
@@ -318,17 +319,16 @@ class Catalog:
     def _grew(self, segment: Segment) -> None:
         if segment.ordinal in self.segments and not segment.meta.merged:
             self._homes[segment.ordinal, _ROWS] = segment.rows
-            self._unseen.add(segment)
         self.newest_ns = max(self.newest_ns, segment.newest_ns)
         self.generation += 1
 
     def _see(self) -> None:
         """Find the commits that are not served among those that are new: no row reads that `ids` leaves out."""
         with self.lock:
-            for segment in self._unseen:
+            for segment in self.segments.values():
                 segment.see()
-            self._unseen = set()
             self._note_gaps()
+            self._looked_generation = self.generation
 
     def _note_gaps(self) -> None:
         """Note the commits found so far that are not served, except those whose loss was accepted."""
@@ -336,8 +336,8 @@ class Catalog:
         self._gappy = [s for s in self.segments.values() if s.gaps or s.stale]
         for segment in (*self._gappy, *(s for s in self.updates.values() if s.gaps)):
             new = [gap for gap in segment.gaps if segment.is_damage(gap)]
-            if new and len(new) != segment.reported:
-                segment.reported = len(new)
+            before, segment.noted = segment.noted, len(segment.gaps)
+            if new and before != segment.noted:
                 rows, more = sum(gap.end - gap.first for gap in new), f" (and {len(new) - 1} more)" * (len(new) > 1)
                 what = "rows" if segment.meta.kind == "rows" else "later values"
                 lost = (
@@ -541,7 +541,6 @@ class Catalog:
             self.updates[segment.ordinal] = reopened
         else:
             self.segments[segment.ordinal] = reopened
-            self._unseen.discard(segment)
             self._grew(reopened)
         self._read_anew(reopened)  # only now: it reads later values again
         self.note_damage()
@@ -613,7 +612,7 @@ class Catalog:
     def served_rows(self) -> int:
         """Rows that `ids` has, except for damage that only reading finds."""
         with self.lock:
-            for segment in self._unseen:
+            for segment in self.segments.values():
                 segment.see()
             return sum(s.rows - _missing_rows(s) for s in self.segments.values())
 
@@ -650,7 +649,8 @@ class Catalog:
                     raise
                 continue
             self._order_generation = self.generation
-            self._see()
+            if self._looked_generation != self.generation:
+                self._see()
 
     def newest(self, most: int | None) -> tuple[Int64Array, list[tuple[int, int, int]] | None]:
         """Return the ids of the newest rows in the order of arrival, and their runs `(segment, first row, rows)`.
@@ -707,7 +707,7 @@ class Catalog:
             raise self._missing(int(ids[ordinals >= len(every)][0])) from None
         if np.count_nonzero(inside) < len(ids):
             raise self._missing(int(ids[~inside][0]))
-        if self._unseen:
+        if self._looked_generation != self.generation:
             self._see()
         address = Address(ordinals, rows) if homes is None else Address(homes[:, _HOME], rows + homes[:, _FIRST])
         for segment, gap, mine in self._gaps_among(address):
@@ -717,7 +717,7 @@ class Catalog:
     def intact_place(self, row_id: int) -> tuple[Segment, int] | None:
         """Return the segment of a row and its number there; None if `locate` or `check` may have to raise an error."""
         ordinal, row, homes = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK, self._homes
-        if self._unseen or self.failed or not 0 <= ordinal < len(homes):
+        if self._looked_generation != self.generation or self.failed or not 0 <= ordinal < len(homes):
             return None
         rows, home, first = homes[ordinal].tolist()
         segment = self.segments.get(home)
@@ -752,7 +752,7 @@ class Catalog:
     def find(self, ids: Int64Array) -> Address:
         """Find rows as `locate` does, with segment -1 for missing ones."""
         out = self._find(ids)
-        if self._unseen:
+        if self._looked_generation != self.generation:
             self._see()
         for _, _, mine in self._gaps_among(out):
             out.ordinals[mine] = _NOWHERE

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from trajectory_store import fs
 from trajectory_store.backend import Gap, Rows, Segment
 from trajectory_store.catalog_log import Entry
+from trajectory_store.compared_rows import ALL, ComparedRows
 from trajectory_store.errors import CorruptionError, SegmentGoneError, StoreError
 from trajectory_store.file_access import Io, PreadBytes, open_file
 from trajectory_store.format import (
@@ -61,7 +62,6 @@ FRESH_NS = 50_000_000
 
 FULL_BYTES = 1 << 16
 """A commit of up to this size is compared as a whole first: the calls for the blocks of each array take longer."""
-_ALL = ""
 AGAIN_BYTES = 1 << 20
 """A commit of up to this size is compared as a whole when more of it is read."""
 
@@ -87,11 +87,8 @@ class LocalSegment(Segment):
         self._short: set[str] = set()
         self.closed = meta.merged
         """Whether nothing is left to trust: the writer, or who found it dead, had synced everything."""
-        self._num_checked = 0
         self._states: dict[str, FileState] = {}
-        self._sound: dict[str, npt.NDArray[np.bool_]] = {}
-        """Per array, and as `_ALL` of all arrays, which rows were compared; of those in `_compared`, all were."""
-        self._compared: dict[str, int] = {}
+        self._compared = ComparedRows(self.specs)
         self._crcs: dict[int, Int64Array] = {}
         self._indexed = 0
         self._ends: Int64Array = np.empty(0, np.int64)
@@ -300,11 +297,11 @@ class LocalSegment(Segment):
         return {name: str(chunk_path(self.folder, name, spec.shape)) for name, spec in self.specs.items()}
 
     def _forget_compared(self) -> None:
-        self._sound, self._compared, self._crcs = {}, {}, {}
+        self._compared, self._crcs = ComparedRows(self.specs), {}
 
     def check_rows(self, rows: Rows, columns: Iterable[Column], *, flags: bool = True) -> bool:
         """Compare columns of rows with their checksums, once per state of the files; return whether more fail."""
-        if self._compared.get(_ALL) == self.rows:
+        if self._compared.are_all(ALL, self.rows):
             return False
         return self.check_arrays(rows, self.arrays_of(columns, flags=flags))
 
@@ -313,32 +310,20 @@ class LocalSegment(Segment):
         if self.meta.kind == "update" and self.gaps:
             return False
         names = self.arrays_of([column], flags=flags) if column.name in self.schema else ()
-        done = self._compared
-        return done.get(_ALL, 0) == self.rows or all(done.get(name, 0) == self.rows for name in names)
+        return all(self._compared.are_all(name, self.rows) for name in names)
 
     def holds_row(self, row: int, arrays: Iterable[str], *, compared: bool) -> bool:
         """Return whether the values of a row match their checksums; an open array has all rows."""
-        if not compared or self._compared.get(_ALL) == self.rows:
+        if not compared or self._compared.are_all(ALL, self.rows):
             return True
-        before = max(0, row - 1)  # where a row begins is where the one before it ends
-        if self._has_compared(_ALL, row) and self._has_compared(_ALL, before):
+        before, has = max(0, row - 1), self._compared.has  # where a row begins is where the one before it ends
+        if has(ALL, row) and has(ALL, before):
             return True
-        return all(
-            self._has_compared(name, row) and (not self.specs[name].edges or self._has_compared(name, before))
-            for name in arrays
-        )
-
-    def _has_compared(self, name: str, row: int) -> bool:
-        """Return whether a row of an array, or of all arrays, was compared."""
-        for key in (name, _ALL):
-            rows = self._sound.get(key)
-            if row < self._compared.get(key, 0) or (rows is not None and row < len(rows) and bool(rows[row])):
-                return True
-        return False
+        return all(has(name, row) and (not self.specs[name].edges or has(name, before)) for name in arrays)
 
     def compare(self, rows: Rows, columns: Iterable[Column], *, flags: bool) -> None:
         """Compare values that updates have replaced: they are not compared again, and damage of them costs nothing."""
-        if self._compared.get(_ALL) != self.rows:
+        if not self._compared.are_all(ALL, self.rows):
             self.check_arrays(rows, self.arrays_of(columns, flags=flags), is_read=False)
 
     def check_arrays(self, rows: Rows, names: Iterable[str], *, is_read: bool = True) -> bool:
@@ -346,34 +331,24 @@ class LocalSegment(Segment):
 
         What is damaged is in `gaps` from then on, if it `is_read`.
         """
-        count = self.rows
-        every = self._compared_rows(_ALL)
         unknown: dict[str, Int64Array] = {}
         for name in names:
-            if self._compared.get(name) == count or every is None:
-                continue
-            mine = self._compared_rows(name)
             needed_rows = rows if not self.specs[name].edges else _with_those_before(rows)
-            is_compared = every[needed_rows] if mine is None else every[needed_rows] | mine[needed_rows]
-            if not is_compared.all():
-                unknown[name] = np.r_[needed_rows][~is_compared]
+            left = self._compared.left(name, needed_rows, self.rows)
+            if left is not None:
+                unknown[name] = left
         if not unknown:
             return False
-        if self._indexed < self.records:
-            table = self.commits(self._indexed)
-            self._ends = np.concatenate([self._ends, table["rows_end"].astype(np.int64)])
-            self._seqs = np.concatenate([self._seqs, table["seq"].astype(np.int64)])
-            self._indexed = self.records
-        before = len(self.gaps)
+        self.see()
         for name, some in self._without_matching(unknown).items():
             commits = self._ends.searchsorted(some, "right")
             for at in distinct(commits):
                 if at < len(self._seqs):
                     self._check_part(int(self._seqs[at]), name, some[commits == at], is_read=is_read)
-        for name in (*unknown, _ALL):
-            self._settle(name)
+        for name in (*unknown, ALL):
+            self._compared.settle(name, self.rows)
         self.close_log()
-        return len(self.gaps) > before
+        return len(self.gaps) > self.noted
 
     def _without_matching(self, unknown: dict[str, Int64Array]) -> dict[str, Int64Array]:
         """Compare rows of arrays block by block, and return those that did not match, or are of small commits.
@@ -393,7 +368,7 @@ class LocalSegment(Segment):
                 if matching is None:
                     left.setdefault(name, []).append(mine)
                 for part in matching or ():
-                    self._mark(name, part)
+                    self._compared.mark(name, part, self.rows)
         return {name: np.concatenate(parts) for name, parts in left.items()}
 
     def _by_commit(self, rows: Int64Array) -> list[tuple[int, Int64Array]]:
@@ -459,38 +434,13 @@ class LocalSegment(Segment):
             i = j
         return True
 
-    def _compared_rows(self, name: str) -> npt.NDArray[np.bool_] | None:
-        """Return which rows of an array were compared, or None if all were."""
-        count, done = self.rows, max(self._compared.get(name, 0), self._compared.get(_ALL, 0))
-        if done == count:
-            return None
-        mask = self._sound.get(name)
-        if mask is None or len(mask) < count:
-            grown = np.zeros(count, np.bool_)
-            grown[: done if mask is None else len(mask)] = True if mask is None else mask
-            mask = self._sound[name] = grown
-        return mask
-
-    def _mark(self, name: str, rows: Rows) -> None:
-        mask = self._compared_rows(name)
-        if mask is not None:
-            mask[rows] = True
-
-    def _settle(self, name: str) -> None:
-        """Drop the rows of an array once all were compared."""
-        mask = self._sound.get(name)
-        if mask is not None and len(mask) == self.rows and mask.all():
-            self._compared[name] = self.rows
-            del self._sound[name]
-            if name == _ALL or all(self._compared.get(each) == self.rows for each in self.specs):
-                self._sound, self._compared = {}, {_ALL: self.rows}
-
     def _check_part(self, seq: int, name: str, rows: Int64Array, *, is_read: bool) -> None:
         """Compare the blocks of an array that hold rows of a commit, and leave out the rows of those that differ."""
         for gap in self.lost:  # where a row that is appended later begins, may be in a block that is left out
-            self._mark(_ALL, slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1))
-        every = self._compared_rows(_ALL)
-        if every is None or not len(rows := rows[~every[rows]]):
+            part = slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1)
+            self._compared.mark(ALL, part, self.rows)
+        left = self._compared.left(ALL, rows, self.rows)
+        if left is None:
             return
         record = self.log.get(seq)
         if record is None or record.meta_crc != self.meta_crc:
@@ -498,14 +448,14 @@ class LocalSegment(Segment):
             return
         parts = self._sure_parts(record)
         if (parts is None or self._bytes(parts) <= FULL_BYTES) and self._holds(record):
-            self._mark(_ALL, slice(record.rows_end - record.n_rows, record.rows_end))
+            self._compared.mark(ALL, slice(record.rows_end - record.n_rows, record.rows_end), self.rows)
             return
-        gaps = self._damage_of(record, parts, name, rows)
+        gaps = self._damage_of(record, parts, name, left)
         if gaps and not is_read:
             return
         for gap in gaps:
             self.add_gap(gap)
-        self._mark(name, rows)
+        self._compared.mark(name, left, self.rows)
 
     def _parts(self, first: int, end: int) -> dict[str, Blocks] | None:
         """Return the blocks of what a commit wrote to each array; None if its offsets contradict each other."""
@@ -660,7 +610,7 @@ class LocalSegment(Segment):
 
     def check_order(self) -> None:
         """Compare the times of the rows of a merged segment with their checksums: they are read for all rows."""
-        if self.meta.merged and self.meta.kind == "rows" and self._compared.get(_ALL) != self.rows:
+        if self.meta.merged and self.meta.kind == "rows" and not self._compared.are_all(ALL, self.rows):
             self.check_arrays(slice(0, self.rows), (ROW_TIME,))
 
     def find_missing(self) -> bool:
@@ -678,7 +628,7 @@ class LocalSegment(Segment):
         """Whether no row is left to compare, and no update is damaged."""
         if self.meta.kind == "update" and self.gaps:
             return False
-        return self._compared.get(_ALL) == self.rows or not self.rows
+        return self._compared.are_all(ALL, self.rows)
 
     def _find_targets(self, gap: Gap) -> Int64Array | None:
         """Read the rows that a damaged update was for; None if they are damaged as well."""
@@ -799,10 +749,12 @@ class LocalSegment(Segment):
         return table[is_served]
 
     def see(self) -> None:
-        """Look at the records of new commits."""
-        if self._num_checked < self.records:
-            self.commits(self._num_checked)
-            self._num_checked = self.records
+        """Look at the records of new commits, and note where each ends."""
+        if self._indexed < self.records:
+            table = self.commits(self._indexed)
+            self._ends = np.concatenate([self._ends, table["rows_end"].astype(np.int64)])
+            self._seqs = np.concatenate([self._seqs, table["seq"].astype(np.int64)])
+            self._indexed = self.records
 
     def disk_bytes(self) -> int:
         """Return the disk space of the segment in bytes."""

@@ -159,8 +159,6 @@ class ObjectSegment(Segment):
         self._indexes: dict[str, Int64Array] = {}
         self._contents_by_seq: dict[int, tuple[Places, Crcs]] = {}
         self._pages: dict[tuple[str, int], Int64Array] = {}
-        self._num_reported = 0
-        """How many of `gaps` the last search has told of."""
         self.got: dict[str, bytes] = {}
         """Objects that were fetched and not used yet."""
         if sealed is not None:
@@ -368,7 +366,7 @@ class ObjectSegment(Segment):
         return offsets is not None and bool(fetched[offsets[row] // size : -(-offsets[row + 1] // size)].all())
 
     def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
-        """Fetch arrays of rows, and leave out what is gone; return whether damage was found since this was asked."""
+        """Fetch arrays of rows, and leave out what is gone; return whether damage was found that is not noted yet."""
 
         def fetch(name: str, rows: Rows) -> None:
             try:
@@ -383,8 +381,7 @@ class ObjectSegment(Segment):
         with self._cache.lock:
             for name in sorted(names, key=lambda name: not self.specs[name].edges):  # where rows are follows from them
                 fetch(name, rows)
-            num_reported, self._num_reported = self._num_reported, len(self.gaps)
-        return self._num_reported > num_reported
+        return len(self.gaps) > self.noted
 
     def _find_missing(self, name: str, unit: int) -> None:
         """Fetch a part of an array, or leave it out if its object is gone."""
