@@ -10,7 +10,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange.exporter import Backend, ExportReport, chosen
 from rlhf_pipeline.exchange.target import appearing_whole, check_absent
 from trajectory_store import TrajectoryStore
-from trajectory_store.compare import copy_store as copy_intact
+from trajectory_store.copying import copy_store as copy_intact
 
 
 def copy_store(

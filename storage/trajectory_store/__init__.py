@@ -12,7 +12,8 @@ from __future__ import annotations
 TYPE_CHECKING = False  # as of typing, whose import would take longer than all else that help needs
 if TYPE_CHECKING:
     from trajectory_store.arrival import Arrivals
-    from trajectory_store.compare import StoreDiff, copy_rows, diff
+    from trajectory_store.compare import StoreDiff, diff
+    from trajectory_store.copying import copy_rows
     from trajectory_store.errors import (
         BatchError,
         CorruptionError,
@@ -48,11 +49,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "arrival": ("Arrivals",),
-    "compare": (
-        "StoreDiff",
-        "copy_rows",
-        "diff",
-    ),
+    "compare": ("StoreDiff", "diff"),
+    "copying": ("copy_rows",),
     "errors": (
         "BatchError",
         "CorruptionError",

@@ -279,7 +279,7 @@ def _short(value: Any) -> str:
 
 
 def _copy(typed: argparse.Namespace) -> CommandReport:
-    from trajectory_store.compare import copy_store
+    from trajectory_store.copying import copy_store
 
     target = typed.to if "://" in typed.to else Path(typed.to).expanduser()
     with _open(typed) as store:

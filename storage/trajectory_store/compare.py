@@ -1,113 +1,19 @@
-"""Copying a store into another one, of any backend, and comparing two."""
+"""Comparing two stores row by row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.copying import CHUNK_ROWS, parts_of
 from trajectory_store.errors import SchemaError
-from trajectory_store.options import Backend
 from trajectory_store.ragged import Int64Array
 from trajectory_store.schema import Column
 from trajectory_store.store import TrajectoryStore
-
-CHUNK_ROWS = 1024
-CHUNK_ELEMENTS = 1 << 22
-"""Elements of one column that are compared at once, unless a single row has more."""
-
-
-def copy_rows(
-    source: TrajectoryStore,
-    target: TrajectoryStore,
-    ids: npt.ArrayLike | None = None,
-    *,
-    batch_rows: int = CHUNK_ROWS,
-    on_rows: Callable[[int, int], None] | None = None,
-    skip_damaged: bool = False,
-) -> Int64Array:
-    """Append the rows of one store to another, in order, with later values folded in.
-
-    The target keeps track of which values were given and which were filled in. Columns that only the target has
-    are filled.
-
-    Args:
-        source: where rows come from.
-        target: a store open for appending; every column of the source must be in it, with the same dtype.
-        ids: which rows; None for all in the order of arrival.
-        batch_rows: rows per commit at most; fewer if rows are long.
-        on_rows: called with the number of rows copied so far and the total.
-        skip_damaged: leave damaged rows out; otherwise they are an error, and nothing is appended.
-
-    Returns:
-        `[n]` int64: the ids in the target, in the order of `ids`.
-
-    Raises:
-        SchemaError: the target lacks a column, or has it with another dtype.
-        CorruptionError: some rows are damaged; it names them.
-    """
-    for column in source.schema:
-        counterpart = target.schema.find(column.name)
-        if counterpart is None or (counterpart.dtype, counterpart.axis) != (column.dtype, column.axis):
-            raise SchemaError(
-                f"column '{column.name}' ({column.dtype}, axis {column.axis}) has no counterpart in the target. "
-                "Create the target with the source's schema, or open it with add_columns=[...]."
-            )
-    for column in target.schema:
-        if column.name not in source.schema and not column.optional:
-            raise SchemaError(f"column '{column.name}' of the target has no fill, and the source lacks it.")
-    intact_ids = source.intact(ids, skip_damaged=skip_damaged)
-    parts: list[Int64Array] = []
-    for first in range(0, len(intact_ids), batch_rows):
-        chunk = intact_ids[first : first + batch_rows]
-        parts += [
-            target.append_batch(source.read_batch(chunk[part], target.schema))
-            for part in _parts(_most_elements(source, chunk))
-        ]
-        if on_rows is not None:
-            on_rows(first + len(chunk), len(intact_ids))
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def copy_store(
-    source: TrajectoryStore,
-    target: str | Path,
-    ids: npt.ArrayLike | None = None,
-    *,
-    backend: Backend | None = None,
-    on_rows: Callable[[int, int], None] | None = None,
-    skip_damaged: bool = False,
-) -> int:
-    """Make a store of the rows of another one, in order, with ids of its own; return their number.
-
-    Args:
-        source: where rows come from.
-        target: a folder that does not exist or is empty, or a URL.
-        ids: as of `copy_rows`.
-        backend: of the new store; None as `create` has it.
-        on_rows: as of `copy_rows`.
-        skip_damaged: as of `copy_rows`; without it, nothing is made.
-
-    Raises:
-        CorruptionError: some rows are damaged; it names them.
-        StoreExistsError: the target holds something.
-    """
-    intact_ids = source.intact(ids, skip_damaged=skip_damaged)
-    with TrajectoryStore.create(target, source.schema, backend=backend) as new_store:
-        copy_rows(source, new_store, intact_ids, on_rows=on_rows)
-        new_store.compact()
-        new_store.flush()
-    return len(intact_ids)
-
-
-def _most_elements(store: TrajectoryStore, ids: Int64Array) -> Int64Array:
-    """Return the elements of each row's longest axis: `[n]` int64."""
-    lengths = [store.lengths(columns[0].name, ids) for columns in store.schema.axes.values()]
-    return np.max(lengths, axis=0) if lengths else np.ones(len(ids), np.int64)
 
 
 @dataclass
@@ -239,7 +145,7 @@ def _differ(left: TrajectoryStore, right: TrajectoryStore, column: Column, pairs
     lengths = left.lengths(name, mine)
     wrong = lengths != right.lengths(name, theirs)
     equal = np.flatnonzero(~wrong)
-    for part in _parts(lengths[equal]):
+    for part in parts_of(lengths[equal]):
         rows = equal[part]
         if column.is_text:
             wrong[rows] = _unequal(left.read_scalars(name, mine[rows]), right.read_scalars(name, theirs[rows]))
@@ -248,17 +154,6 @@ def _differ(left: TrajectoryStore, right: TrajectoryStore, column: Column, pairs
         places = np.flatnonzero(_unequal(x.values, y.values))
         wrong[rows[np.searchsorted(x.offsets[1:], places, side="right")]] = True
     return wrong
-
-
-def _parts(lengths: Int64Array) -> Iterator[slice]:
-    """Yield runs of rows that hold about `CHUNK_ELEMENTS` elements, at least one row each."""
-    ends = np.cumsum(lengths)
-    first = 0
-    while first < len(lengths):
-        before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + CHUNK_ELEMENTS, side="right")), first + 1)
-        yield slice(first, last)
-        first = last
 
 
 def _unequal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

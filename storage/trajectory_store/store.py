@@ -16,12 +16,12 @@ import numpy as np
 from trajectory_store import fork_safety, fs
 from trajectory_store.arrow import parquet_of, schema_from, tables_of
 from trajectory_store.backend import Medium
-from trajectory_store.backup import copy_folder
 from trajectory_store.batch import Batch, prepare
 from trajectory_store.bucket import Traffic
 from trajectory_store.catalog import Catalog
 from trajectory_store.catalog_log import State
 from trajectory_store.columns import ColumnReader
+from trajectory_store.copying import copy_folder
 from trajectory_store.errors import BatchError, ReadOnlyError, SchemaError, SegmentGoneError, StoreError
 from trajectory_store.file_access import Io
 from trajectory_store.format import ORDINAL_SHIFT, TARGET, Durability

@@ -21,7 +21,7 @@ from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
 from tests.rlhf_pipeline.small import changed
 from trajectory_store import TrajectoryStore
-from trajectory_store.compare import copy_store as copy_rows
+from trajectory_store.copying import copy_store as copy_rows
 from trajectory_store.recorder import TrajectoryRecorder
 
 pytestmark = pytest.mark.slow
