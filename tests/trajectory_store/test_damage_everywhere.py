@@ -28,7 +28,9 @@ COLUMNS = [
 COMMITS, ROWS = 6, 5
 BACKENDS = ("memmap", "zarr")
 MEMORY = Path("/dev/shm")
-ARRAYS = ("tag", "x", "y", "text", "score", "tokens.offsets", "text.offsets", "present")
+ARRAYS = ("tag", "x", "y", "text", "score", "tokens.offsets", "text.offsets", "present", "later score")
+UPDATED = ((3, 4, 5), (20, 21))
+"""The rows of each commit of updates."""
 OF_SOME_COLUMNS = tuple(f"store['{name}']" for name in ("x", "y", "text", "score"))
 Stores = dict[tuple[str, bool], Path]
 Truth = dict[int, tuple[Any, ...]]
@@ -52,8 +54,8 @@ def made(path: Path, backend: str, *, merged: bool) -> None:
         path, COLUMNS, backend=backend, compress=False, segment_rows=15, segment_elements=512
     ) as store:
         ids = np.concatenate([store.append(rows_of(commit)) for commit in range(COMMITS)])
-        store.update(ids[3:6], score=[100.0, 101.0, 102.0])
-        store.update(ids[20:22], score=[103.0, 104.0])
+        for first, rows in zip((100.0, 103.0), UPDATED, strict=True):
+            store.update(ids[[*rows]], score=first + np.arange(len(rows)))
     if merged:
         with TrajectoryStore.open(path, "a") as store:
             store.compact()
@@ -202,17 +204,19 @@ def outcomes(path: Path, truth: Truth, folder: Path) -> dict[str, Kept]:
 
 def damage_value(path: Path, backend: str, array: str, commit: int, rng: random.Random, place: float) -> set[int]:
     """Flip a bit of an array of a commit, at the same place of its values on both backends; return the damaged rows."""
-    flat, rows = f"{array}/c/0", set(range(commit * ROWS, (commit + 1) * ROWS))
+    flat, rows, segment, seq = f"{array}/c/0", set(range(commit * ROWS, (commit + 1) * ROWS)), commit // 3, commit % 3
+    if array == "later score":
+        flat, rows, segment, seq = "score/c/0", set(UPDATED[commit % 2]), 2, commit % 2
     if array == "text":  # a row without text has no part of the block
         rows = {row for row in rows if row % 3}
     if backend == "memmap":
-        file = path / f"seg-{commit // 3:08d}" / flat
-        first, end = _used(file, array, commit % 3)
+        file = path / f"seg-{segment:08d}" / flat
+        first, end = _used(file, array, seq)
         at = first + int(place * (end - first))
         if array.endswith(".offsets") and at >= end - 8 and commit % 3 < 2:  # the next commit begins there
             rows |= {(commit + 1) * ROWS}
     else:
-        file = path / f"seg-{commit // 3:08d}" / f"{commit % 3:08d}.zip"
+        file = path / f"seg-{segment:08d}" / f"{seq:08d}.zip"
         with zipfile.ZipFile(file) as archive:
             entry = archive.getinfo(flat)
         raw, header = file.read_bytes(), entry.header_offset
@@ -225,6 +229,9 @@ def damage_value(path: Path, backend: str, array: str, commit: int, rng: random.
 
 def _used(file: Path, array: str, commit: int) -> tuple[int, int]:
     """The bytes of an array of a memmap segment that a commit wrote."""
+    if array == "later score":
+        first = sum(map(len, UPDATED[:commit]))
+        return 4 * first, 4 * (first + len(UPDATED[commit]))
     segment = file.parents[len(Path(array, "c").parts)]
     sizes = {"tag": 8, "score": 4, "present": 8, "x": 4, "y": 4, "text": 1}
     axis = {"x": "tokens", "y": "tokens", "text": "text"}.get(array)
