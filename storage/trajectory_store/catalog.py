@@ -122,7 +122,7 @@ class Catalog:
             for segment in (*self.segments.values(), *self.updates.values()):
                 self.medium.forget(segment)
             fresh = vars(Catalog(self.medium, self.root, warn=False))
-            for name in ("lock", "_syncing", "_synced", "_unsynced", "_warn", "_told", "claim"):
+            for name in ("lock", "_syncing", "_synced", "_unsynced", "_warn", "_warned_of", "claim"):
                 del fresh[name]
             fresh["generation"] += self.generation + 1
             fresh["newest_ns"] = max(self.newest_ns, fresh["newest_ns"])

@@ -133,7 +133,7 @@ def _fails(read: Callable[[], object]) -> bool:
 
 
 def test_a_row_by_id_takes_few_calls(tmp_path: Path):
-    """A row of mapped files costs a few calls per column: at most five times what LMDB takes for one of four columns."""
+    """A row of mapped files costs a few calls per column: at most five times what LMDB takes for four columns."""
     for backend in ("memmap", "zarr"):
         TrajectoryStore.create(tmp_path / backend, COLUMNS[:1] + COLUMNS[3:], backend=backend).close()
         with TrajectoryStore.open(tmp_path / backend, "a", io="mmap") as store:  # on tmpfs the default is pread
