@@ -797,6 +797,16 @@ class GRPO(Settings):
         return (none if self.clip_low is None else self.clip_low), self.clip_high
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether the loss has a KL term against the reference."""
+        return self.kl_to_ref_coeff > 0
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether tokens are chosen from those of a whole step."""
+        return self.top_entropy_quantile < 1 or self.clip_cov is not None
+
+    @property
     def corrects_the_sampler(self) -> bool:
         """Whether the trainer's own log-probs are needed besides the sampler's."""
         return self.tis_cap is not None or self.icepop is not None
@@ -1127,6 +1137,11 @@ class Pipeline(Settings):
     def max_staleness(self) -> int:
         """The largest age at which a trajectory is learned from: the last step on its own rollout is never too late."""
         return max(self.buffer.max_staleness, self.learn.steps_per_rollout - 1)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term, in the reward or in the loss, needs reference log-probs."""
+        return self.write.kl_coef > 0 or self.loss.reads_reference
 
     @property
     def longest_completion(self) -> int:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 
@@ -203,6 +204,41 @@ def settings_of(kind: type) -> tuple[Setting, ...]:
     """Return the declarations of a group's fields, in order."""
     hints = typing.get_type_hints(kind)
     return tuple(_setting(kind, item, hints[item.name]) for item in dataclasses.fields(kind))
+
+
+S = TypeVar("S", bound=Settings)
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def extended(settings: Settings, kind: type[S], **changes: Any) -> S:
+    """Return settings as a `kind`, a class that adds fields to theirs, with changes."""
+    values = {item.name: getattr(settings, item.name) for item in settings_of(type(settings))}
+    return kind(**(values | changes))
+
+
+def lists_settings(
+    kind: type[Settings], defaults: Mapping[str, Any] | None = None
+) -> Callable[[Constructor], Constructor]:
+    """Give a constructor that takes settings by keyword a signature that lists them, for `help` and `inspect`.
+
+    Args:
+        kind: the settings.
+        defaults: further keywords, and defaults that are not those of the settings.
+    """
+
+    def with_signature(constructor: Constructor) -> Constructor:
+        signature = inspect.signature(constructor)
+        listed = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        keywords = {item.name: item.default for item in settings_of(kind)} | dict(defaults or {})
+        listed += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            for name, default in keywords.items()
+            if name not in signature.parameters
+        ]
+        cast(Any, constructor).__signature__ = signature.replace(parameters=listed)
+        return constructor
+
+    return with_signature
 
 
 def _setting(kind: type, item: dataclasses.Field[Any], hint: Any) -> Setting:

@@ -9,19 +9,16 @@ of a name tells a shape: `_N` is one value per row, `_B` one per sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
-from rlhf_pipeline.config import DPPO, GRPO, VESPO, Objective
-from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.config import DPPO, VESPO
 from rlhf_pipeline.functional.kl import LOG_RATIO_LIMIT, clamped_log_ratio
 
 __all__ = [
     "TokenLoss",
     "cispo_loss",
-    "clip_bounds",
     "clipped_loss",
     "dppo_loss",
     "gspo_log_ratio",
@@ -45,29 +42,6 @@ class TokenLoss(NamedTuple):
     loss: torch.Tensor
     clipped_low: torch.Tensor
     clipped_high: torch.Tensor
-
-
-def clip_bounds(
-    clip_epsilon: float | tuple[float, float] | None, objective: Objective | Callable[..., Any] = "grpo"
-) -> tuple[float, float]:
-    """Read `clip_epsilon`: one number for both sides, or (low, high) as in DAPO (0.20, 0.28).
-
-    None means 0.2 for both; for `cispo` it means no lower clip, as in its paper: the ratio is always above `1 - 1`.
-
-    >>> clip_bounds(0.2), clip_bounds((0.2, 0.28)), clip_bounds(None, "cispo")
-    ((0.2, 0.2), (0.2, 0.28), (1.0, 0.2))
-    """
-    if clip_epsilon is None:
-        return GRPO(objective=objective).clip_epsilon
-    pair = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-    if len(pair) != 2:
-        raise DefinitionError(f"clip_epsilon is one number or a pair (low, high); got {len(pair)} numbers.")
-    if objective == "cispo" and pair[0] == 1:
-        pair = (None, pair[1])
-    try:
-        return GRPO(objective=objective, clip_low=pair[0], clip_high=pair[1]).clip_epsilon
-    except DefinitionError as error:
-        raise DefinitionError(f"clip_epsilon={clip_epsilon}: {error}") from None
 
 
 def clipped_loss(

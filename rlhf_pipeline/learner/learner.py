@@ -161,7 +161,7 @@ class Learner:
                 raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
             if config.keep_token_figures:
                 raise DefinitionError("learn.keep_token_figures does not go with several processes. Set it to false.")
-            if loss.chooses_tokens:
+            if loss.settings.chooses_tokens:
                 raise DefinitionError(
                     "loss.top_entropy_quantile and loss.clip_cov choose among all tokens of a step, which does not go "
                     "with several processes. Set them to 1 and none."
@@ -247,7 +247,7 @@ class Learner:
         files: dict[str, dict[str, torch.Tensor]] = {}
         if self.reference is not None:
             files["reference"] = self.reference.state_tensors()
-        if self.loss.decoupled:
+        if self.loss.settings.decoupled:
             files["proximal"] = self._proximal.state_tensors()
         if self._uses is not None:
             files["uses"] = {"uses": torch.from_numpy(self._uses.state())}
@@ -325,7 +325,7 @@ class Learner:
         """
         self._meter.start()
         store, version = self.buffer.store, step - 1
-        if self.loss.decoupled and self.max_staleness is not None:
+        if self.loss.settings.decoupled and self.max_staleness is not None:
             self._forget_proximal(version, self.max_staleness)
         if row_ids is None:
             chosen = self.chosen_rows(step)
@@ -354,7 +354,7 @@ class Learner:
                 f"step {step}: every advantage is 0, as no group has two rewards that differ"
                 + ("; only the other terms of the loss act." if bool(plan.learns.any()) else ": it changes nothing.")
             )
-        if self.loss.decoupled:
+        if self.loss.settings.decoupled:
             plan = self._freeze_proximal(plan)
         guarded: dict[str, float | None] = {}
         if self.sample.min_ess is not None:
@@ -363,7 +363,7 @@ class Learner:
             )
             if ess_notice:
                 self._notices.append(f"step {step}: {ess_notice}")
-        if self.loss.chooses_tokens:
+        if self.loss.settings.chooses_tokens:
             plan = self._choose_tokens(plan, step)
         losses = loss_metrics(self._accumulate_gradient(plan))
         if self._allowed_gap is not None and len(chosen.ages) and not chosen.ages.any():
@@ -426,7 +426,7 @@ class Learner:
     def chooses_a_part(self) -> bool:
         """Whether a step may use some of the rows that it could, and a `decoupled` loss must score the others too."""
         in_parts = self.sample.strategy != "fresh" or self.sample.max_uses is not None or self.config.minibatches > 1
-        return self.loss.decoupled and in_parts
+        return self.loss.settings.decoupled and in_parts
 
     def _plan(self, row_ids: np.ndarray) -> StepPlan:
         """Return the plan of a step that learns from these rows."""
@@ -598,7 +598,7 @@ class Learner:
 
     def _unscored(self, chosen: np.ndarray, admitted: np.ndarray | None) -> np.ndarray:
         """Return the rows besides the chosen ones whose proximal log-probs are to be taken now: int64 [n]."""
-        if admitted is None or not self.loss.decoupled:
+        if admitted is None or not self.loss.settings.decoupled:
             return np.empty(0, np.int64)
         return admitted[self._proximal.missing(admitted) & ~np.isin(admitted, chosen)]
 
@@ -678,12 +678,12 @@ class Learner:
         """Return a micro-batch, with its loss weights."""
         batch = plan.parts[int(chosen[0])]
         mask, ref, proximal = batch.mask, batch.ref, None
-        if self.loss.decoupled:
+        if self.loss.settings.decoupled:
             proximal_values = torch.cat([self._proximal.row(row) for row in plan.row_ids[chosen.numpy()].tolist()])
             proximal = torch.zeros(mask.shape)
             proximal[batch.candidates] = proximal_values
             mask = mask & torch.isfinite(proximal)
-        if ref is None and self.loss.kl_to_ref_coeff and bool(plan.scored.any() or not plan.produced.any()):
+        if ref is None and self.loss.settings.reads_reference and bool(plan.scored.any() or not plan.produced.any()):
             ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; the loss leaves these out
         weight = plan.weights[chosen][:, None] * batch.candidates
         return dataclasses.replace(batch, mask=mask, ref=ref, proximal=proximal, weight=weight)

@@ -99,7 +99,7 @@ class StepPlan:
         scored = self.scored - lost
         weights = token_weights(
             scored,
-            loss.aggregation,
+            loss.settings.aggregation,
             groups=self.groups,
             episodes=self.episodes,
             max_completion_tokens=max_completion_tokens,
@@ -119,11 +119,11 @@ class StepPlan:
 
 def check_reduction(loss: GRPOLoss) -> None:
     """Refuse a loss whose reduction the fixed weights of a step would override."""
-    if loss.reduction != "mean" or loss.aggregation == "none":
+    if loss.settings.reduction != "mean":
         raise DefinitionError(
             "the learner weighs tokens by the counts of the whole step, and its loss has "
-            f"reduction={loss.reduction!r}, aggregation={loss.aggregation!r}. Make it with reduction='mean' and choose "
-            "by aggregation: token_mean, sequence_mean, group_mean, sequence_sum or dr_grpo."
+            f"reduction={loss.settings.reduction!r}. Make it with reduction='mean' and choose by aggregation: "
+            "token_mean, sequence_mean, group_mean, sequence_sum or dr_grpo."
         )
 
 
@@ -172,8 +172,8 @@ def plan_step(
         column_keys.append(names.advantage)
     useful = contributes(
         advantages,
-        kl_loss=bool(loss.kl_to_ref_coeff or loss.kl_to_inference_coeff),
-        entropy_bonus=loss.entropy_bonus,
+        kl_loss=loss.settings.reads_reference or loss.settings.kl_to_inference_coeff > 0,
+        entropy_bonus=loss.settings.entropy_bonus,
     )
 
     prompt_lengths, group_ids = (
@@ -248,7 +248,7 @@ def plan_step(
         episodes=episodes,
         weights=token_weights(
             scored,
-            loss.aggregation,
+            loss.settings.aggregation,
             groups=group_ids,
             episodes=episodes,
             max_completion_tokens=max_completion_tokens,
@@ -269,13 +269,13 @@ def _micro_batch(columns: Mapping[keys.Key, Tensor], advantages: Tensor, loss: G
     names, produced = loss.tensor_keys, columns[keys.ASSISTANT_MASK]
     attention, behaviour = columns[keys.ATTENTION_MASK], columns[names.sample_log_prob]
     ref = columns.get(names.ref_log_probs)
-    mask = scorable(produced, attention, behaviour, ref if loss.kl_to_ref_coeff else None)
+    mask = scorable(produced, attention, behaviour, ref if loss.settings.reads_reference else None)
     return LossBatch(
         tokens=columns[names.action],
         attention=attention,
         candidates=produced,
         # Without reference log-probs, which a KL term against them needs, no token is in the loss.
-        mask=torch.zeros_like(mask) if ref is None and loss.kl_to_ref_coeff else mask,
+        mask=torch.zeros_like(mask) if ref is None and loss.settings.reads_reference else mask,
         behaviour=behaviour,
         advantage=columns.get(names.advantage, advantages[:, None].expand(produced.shape)),
         ref=ref,

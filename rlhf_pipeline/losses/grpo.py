@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
@@ -14,21 +14,21 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.llm.grpo import GRPOLossOutput as _TorchRLOutput
 
-from rlhf_pipeline.config import DPPO, VESPO, KLEstimator, Level, MaskLevel, Objective
+from rlhf_pipeline.config import GRPO
 from rlhf_pipeline.data import keys
-from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.data.upload import download, upload
-from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError, refuse_unknown
+from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional import policy_loss as pl
 from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
 from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
 from rlhf_pipeline.functional.kl import kl_loss
-from rlhf_pipeline.functional.objectives import ObjectiveFunction, PolicyTokens, objective_of
+from rlhf_pipeline.functional.objectives import PolicyTokens, objective_of
 from rlhf_pipeline.functional.token_choice import clip_cov_mask, top_entropy_mask
-from rlhf_pipeline.losses._checks import HARMLESS, REFUSED, check_arguments
 from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
-from rlhf_pipeline.losses.loss_batch import LossBatch, MaskingStrategy, read_batch
+from rlhf_pipeline.losses.loss_batch import LossBatch, read_batch
+from rlhf_pipeline.losses.loss_settings import KEYWORDS, TORCHRL_DEFAULTS, LossSettings, changed, loss_settings
+from rlhf_pipeline.settings import lists_settings
 
 __all__ = ["GRPOLoss", "GRPOLossOutput"]
 
@@ -156,9 +156,6 @@ class GRPOLossOutput(_TorchRLOutput):
         return cls(**merged)
 
 
-Head = Literal["auto", "fused", "recompute"]
-
-
 @dataclass(frozen=True, slots=True)
 class TokenRows:
     """The constants of the loss on the masked tokens, row-major; each [N]."""
@@ -197,58 +194,19 @@ class GRPOLoss(LossModule):
     Args:
         actor_network: `CausalLMPolicy` or anything with its `hidden_states`, `head_weight`, `temperature`; a
             transformers model; a TorchRL wrapper; a module with `log_probs(...)`; or one that returns logits [B, T, V].
-        clip_epsilon: one number or (low, high). None means 0.2, and for `cispo` no lower clip.
-        kl_mask_threshold: leave out tokens with `(log pi - log behaviour)^2 / 2` above this. Without `"loss_weight"`
-            the weights come from the counts of the remaining tokens, as in TorchRL; with it, the weights stay.
-        aggregation: `token_mean` (or `bnpo`), `sequence_mean` (or `prompt_mean`), `group_mean`, `sequence_sum`,
-            `dr_grpo`, or `none`. `group_mean` reads `"group_id"` [B], unless the batch has `"loss_weight"`.
-        entropy_bonus: add `-entropy_coeff * entropy` to the loss.
-        samples_mc_entropy: samples of the entropy of a TorchRL distribution that has no closed form. The entropy of a
-            language model's head is exact, and needs none.
-        entropy_coeff: weight of the entropy bonus.
-        reduction: `mean` (by `aggregation`), `sum` (plain sum over tokens), or `none` ([B, T], weighted only by
-            `"loss_weight"`).
-        kl_to_ref_coeff: weight of a KL term against `("next", "ref_log_probs", "full")`. None or 0 for none.
-        kl_to_inference_coeff: weight of a KL term against the behaviour log-probs.
+        settings: those of a definition, `GRPO(...)`; None takes TorchRL's defaults (an entropy bonus of 0.01).
         device: where the batch's tensors are moved; None leaves them where they are.
-        masking_strategy: `rlhf`: the assistant mask. `sft`: everything after the prompt (`num_prompt_tokens` or ragged
-            prompt tokens; else from the first assistant token on). `generic`: every token but the first.
-        ref_log_prob_padding_side: TorchRL's name of `padding_side`; here all leaves share one side.
-        ref_log_prob_padding_value: the value at padded positions of ragged log-probs; nothing reads it.
-        objective: a name in `functional.objectives.OBJECTIVES`: `grpo` (PPO's clip), `cispo`, `gspo`, `sapo`, `gmpo`,
-            `dppo` or `vespo`; or a custom `ObjectiveFunction`.
-        kl_estimator: `k3+` (the value of k3, the gradient of k2, which is the right one on-policy), `k3` or `k2`. `k1`
-            is refused: as a loss its expected gradient is zero.
-        kl_importance_weight: multiply the KL terms by `pi / behaviour`, for stale samples; see `functional.kl.kl_loss`.
-        dual_clip: `c > 1`: where `A < 0` the loss is at most `-c A`. arXiv:1912.09729.
-        delta: upper bound on `w` in the unclipped branch.
-        decoupled: read proximal log-probs from `("prox_log_probs", "full")`; else the behaviour log-probs are proximal.
-        tis_cap: with `decoupled`, multiply the policy loss by `min(exp(proximal - behaviour), tis_cap)`.
-        tis_level: `token` or `sequence`.
-        tis_floor: lower bound of that factor.
-        icepop: with `decoupled`, (low, high): multiply the policy loss by `exp(proximal - behaviour)` where that
-            is inside, by 0 elsewhere. With `tis_cap`, the factor inside is that of `tis_cap`.
-        icepop_level: `token`, `sequence` for the geometric mean over the sequence, or `product`.
-        off_policy_threshold: leave sequences of negative advantage out of the policy loss if the mean of
-            `behaviour - current log-prob` over their tokens is above this; see `policy_loss.off_policy_mask`.
-        top_entropy_quantile: the share of tokens, those of highest entropy, that have a policy loss; the counts stay.
-            See `functional.token_choice.top_entropy_mask`. The choice is from all tokens of the batch, in a
-            forward pass of its own; a learner makes it once for a step, see `choose_tokens`.
-        clip_cov: the share of tokens that lose their policy loss for a high covariance; the counts stay. See
-            `functional.token_choice.clip_cov_mask`. Chosen as above.
-        clip_cov_bounds: (low, high), between which the covariance of such a token lies.
-        sapo_tau: the temperatures of `sapo` where the advantage is above 0 and elsewhere.
-        dppo: the trust region of `dppo`, around the sampler; see `functional.policy_loss.dppo_loss`.
-        vespo: the weight of `vespo`; see `functional.policy_loss.vespo_loss`.
-        max_completion_tokens: the constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.
-        temperature: of scoring; by default the actor's own, or 1 if it has none.
-        head: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; anything), or `auto`.
-        chunk_size: rows per chunk of the head.
-        padding_side: where ragged leaves are padded.
-        **unknown: refused, with a reason for TorchRL's arguments; `gamma=1` and `clip_value=False` are accepted.
+        **keywords: settings by name, in place of those of `settings`: the fields of `GRPO` (docs/settings.md) and of
+            `losses.loss_settings.LossSettings`, each with its meaning there. TorchRL's spelling is taken as well:
+            `clip_epsilon` (one number or (low, high)), `aggregation` (also `prompt_mean`, `bnpo`, `none`),
+            `reduction`, `kl_to_ref_coeff=None`, `ref_log_prob_padding_side`; and bounds as a pair (low, high):
+            `icepop` with `icepop_level`, `clip_cov_bounds`, and `sapo_tau` for the advantage above 0 and elsewhere.
+
+    Attributes:
+        settings: the settings of the loss, frozen. Each is also an attribute: `loss.entropy_coeff = 0.5` replaces them.
 
     Raises:
-        DefinitionError: an argument cannot work; the message says why.
+        DefinitionError: a setting is unknown or cannot work; the message says why.
 
     Returns:
         `GRPOLossOutput`.
@@ -292,88 +250,44 @@ class GRPOLoss(LossModule):
     """The keys, as changed by `set_keys`: TorchRL's property, whose type lacks those that are ours."""
     output_type: type[GRPOLossOutput] = GRPOLossOutput
 
+    settings: LossSettings
+    _adapter: tuple[Any, Actor] | None
+
+    @lists_settings(LossSettings, TORCHRL_DEFAULTS)
     def __init__(
         self,
         actor_network: nn.Module | None = None,
+        settings: GRPO | None = None,
         *,
-        clip_epsilon: float | tuple[float, float] | None = None,
-        kl_mask_threshold: float | None = None,
-        aggregation: str | None = "token_mean",
-        entropy_bonus: bool = True,
-        samples_mc_entropy: int = 1,
-        entropy_coeff: float = 0.01,
-        reduction: str | None = None,
-        kl_to_ref_coeff: float | None = None,
-        kl_to_inference_coeff: float | None = None,
         device: torch.device | str | None = None,
-        masking_strategy: MaskingStrategy = "rlhf",
-        ref_log_prob_padding_side: Literal["left", "right"] | None = None,
-        ref_log_prob_padding_value: float = 0.0,
-        objective: Objective | ObjectiveFunction = "grpo",
-        kl_estimator: KLEstimator = "k3+",
-        kl_importance_weight: bool = False,
-        dual_clip: float | None = None,
-        delta: float | None = None,
-        decoupled: bool = False,
-        tis_cap: float | None = None,
-        tis_level: Level = "token",
-        tis_floor: float | None = None,
-        icepop: tuple[float, float] | None = None,
-        icepop_level: MaskLevel = "token",
-        off_policy_threshold: float | None = None,
-        top_entropy_quantile: float = 1.0,
-        clip_cov: float | None = None,
-        clip_cov_bounds: tuple[float, float] = (1.0, 5.0),
-        sapo_tau: tuple[float, float] = (1.0, 1.05),
-        dppo: DPPO | None = None,
-        vespo: VESPO | None = None,
-        max_completion_tokens: int | None = None,
-        temperature: float | None = None,
-        head: Head = "auto",
-        chunk_size: int | None = None,
-        padding_side: Literal["left", "right"] = "right",
-        **unknown: Any,
+        **keywords: Any,
     ) -> None:
-        arguments = set(GRPOLoss.__init__.__annotations__) - {"unknown", "return"}
-        refuse_unknown("GRPOLoss", unknown, arguments, REFUSED, HARMLESS)
         super().__init__()
         self.actor_network = actor_network
-        self.clip_epsilon_low, self.clip_epsilon_high = pl.clip_bounds(clip_epsilon, objective)
-        self.kl_mask_threshold = kl_mask_threshold
-        self.aggregation = aggregation or "token_mean"
-        self.entropy_bonus = entropy_bonus
-        self.samples_mc_entropy = samples_mc_entropy
-        self.entropy_coeff = entropy_coeff
-        self.reduction = reduction or "mean"
-        self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.kl_to_inference_coeff = kl_to_inference_coeff
         self.batch_device = None if device is None else torch.device(device)
-        self.masking_strategy: MaskingStrategy = masking_strategy
-        self.padding_side: Side = ref_log_prob_padding_side or padding_side
-        self.ref_log_prob_padding_value = ref_log_prob_padding_value
-        self.objective: Objective | ObjectiveFunction = objective
-        self._objective = objective_of(objective)
-        self.kl_estimator: KLEstimator = kl_estimator
-        self.kl_importance_weight = kl_importance_weight
-        self.dual_clip, self.delta = dual_clip, delta
-        self.decoupled = decoupled
-        self.tis_cap = tis_cap
-        self.tis_level: Level = tis_level
-        self.tis_floor = tis_floor
-        self.icepop = icepop
-        self.icepop_level: MaskLevel = icepop_level
-        self.off_policy_threshold = off_policy_threshold
-        self.top_entropy_quantile = top_entropy_quantile
-        self.clip_cov, self.clip_cov_bounds = clip_cov, clip_cov_bounds
-        self.sapo_tau = sapo_tau
-        self.dppo, self.vespo = dppo or DPPO(), vespo or VESPO()
-        self.max_completion_tokens = max_completion_tokens
-        self.temperature = temperature
-        self.head: Head = head
-        self.chunk_size = chunk_size
-        check_arguments(self, token_level=self._is_token_level())
-        self._adapter: tuple[Any, Actor] | None = None
+        self.settings = loss_settings(settings, keywords)
         self._set_in_keys()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in KEYWORDS:
+            name, value = "settings", changed(self.settings, {name: value})
+        if name == "settings":
+            self._objective, self._adapter = objective_of(value.objective), None
+            self._is_token_level, self._active_terms = value.is_token_level, value.active_terms
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.settings, name) if name in KEYWORDS else super().__getattr__(name)
+
+    @property
+    def clip_epsilon_low(self) -> float:
+        """How far below 1 the ratio is clipped."""
+        return self.settings.clip_epsilon[0]
+
+    @property
+    def clip_epsilon_high(self) -> float:
+        """How far above 1 the ratio is clipped."""
+        return self.settings.clip_epsilon[1]
 
     @property
     def clip_epsilon(self) -> torch.Tensor:
@@ -422,7 +336,7 @@ class GRPOLoss(LossModule):
         """The fields of the output that this configuration fills."""
         if getattr(self, "_out_keys", None) is not None:
             return self._out_keys
-        names = self._term_names()
+        names = [*self._active_terms]
         names[1:1] = ["clip_fraction", "kl_approx", "ESS", "entropy"]
         return names + [name for name in self.output_type.diagnostic_names() if name not in names]
 
@@ -433,21 +347,6 @@ class GRPOLoss(LossModule):
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         """There is no value estimator; `set_keys` only renews the input keys."""
         self._set_in_keys()
-
-    def _is_token_level(self) -> bool:
-        """Return whether the loss is a sum over tokens of functions of that token alone."""
-        of_sequences = self.kl_mask_threshold or self.off_policy_threshold is not None
-        return self._objective.per_token and not of_sequences and not self._is_unreduced
-
-    @property
-    def _is_unreduced(self) -> bool:
-        """Whether the losses stay [B, T]."""
-        return self.reduction == "none" or self.aggregation == "none"
-
-    @property
-    def chooses_tokens(self) -> bool:
-        """Whether tokens are chosen from those of a whole step; see `choose_tokens`."""
-        return self.top_entropy_quantile < 1 or self.clip_cov is not None
 
     @torch.no_grad()
     def choose_tokens(
@@ -469,7 +368,7 @@ class GRPOLoss(LossModule):
         """
         scored = []
         for batch in batches:
-            scored_rows = self._actor().rows(batch, entropy=self.top_entropy_quantile < 1)
+            scored_rows = self._actor().rows(batch, entropy=self.settings.top_entropy_quantile < 1)
             scored.append(self._choice_figures(self._gather(batch, scored_rows[0].device), scored_rows))
         figures, masks = download(scored), [batch.mask.cpu() for batch in batches]
         counts = torch.cat([mask.sum(1) for mask in masks])
@@ -477,10 +376,9 @@ class GRPOLoss(LossModule):
         # The rows lie as they were split; a token's key is its row's place in the step, and the sort is stable.
         back = order.repeat_interleave(counts).argsort(stable=True)
         log_probs, advantage, clipped, entropy = torch.cat(figures, 1)[:, back]
-        keep = top_entropy_mask(entropy, self.top_entropy_quantile)
-        if self.clip_cov is not None:
-            low, high = self.clip_cov_bounds
-            share = self.clip_cov
+        keep = top_entropy_mask(entropy, self.settings.top_entropy_quantile)
+        if (share := self.settings.clip_cov) is not None:
+            low, high = self.settings.clip_cov_low, self.settings.clip_cov_high
             keep &= clip_cov_mask(log_probs, advantage, clipped > 0, share=share, low=low, high=high, seed=seed)
         flat = torch.empty_like(keep).index_put((back,), keep)
         chosen = flat.split([int(mask.sum()) for mask in masks])
@@ -508,7 +406,7 @@ class GRPOLoss(LossModule):
         if isinstance(scored_rows, Scores):
             return scored_rows
         scores = token_log_probs(
-            scored_rows.hidden, scored_rows.head, rows.token, chunk_size=self.chunk_size, return_entropy=True
+            scored_rows.hidden, scored_rows.head, rows.token, chunk_size=self.settings.chunk_size, return_entropy=True
         )
         return Scores(*scores)
 
@@ -517,7 +415,7 @@ class GRPOLoss(LossModule):
         log_probs, entropy = self._scores(scored_rows, rows)
         entropy = torch.zeros_like(log_probs) if entropy is None else entropy
         clipped = torch.zeros_like(log_probs)
-        if self.clip_cov is not None:
+        if self.settings.clip_cov is not None:
             loss, _ = self._objective.loss(
                 self._tokens(
                     log_probs, rows.advantage, rows.proximal, rows.behaviour, entropy, rows.index, rows.sequences
@@ -526,21 +424,14 @@ class GRPOLoss(LossModule):
             clipped = (loss.clipped_low | loss.clipped_high).to(log_probs.dtype)
         return torch.stack([log_probs.double(), rows.advantage.double(), clipped.double(), entropy.double()])
 
-    def _term_names(self) -> list[str]:
-        """Return the names of the active loss terms, in order."""
-        names = ["loss_objective"]
-        names += ["loss_entropy"] if self.entropy_bonus else []
-        names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
-        return names + (["loss_kl_to_inference"] if self.kl_to_inference_coeff else [])
-
     def _actor(self) -> Actor:
         """Return how to score with the actor, determined once per actor."""
         if self._adapter is None or self._adapter[0] is not self.actor_network:
             actor = adapt_actor(
                 self.actor_network,
-                temperature=self.temperature,
-                strategy=self.masking_strategy,
-                samples=self.samples_mc_entropy,
+                temperature=self.settings.temperature,
+                strategy=self.settings.masking_strategy,
+                samples=self.settings.samples_mc_entropy,
             )
             self._adapter = (self.actor_network, actor)
         return self._adapter[1]
@@ -554,29 +445,30 @@ class GRPOLoss(LossModule):
         Raises:
             DataError: a key is missing or a shape does not fit.
         """
-        batch = tensordict
+        batch, settings = tensordict, self.settings
         if not isinstance(batch, LossBatch):
             batch = read_batch(
                 batch,
                 self._tensor_keys,
-                masking_strategy=self.masking_strategy,
-                side=self.padding_side,
+                masking_strategy=settings.masking_strategy,
+                side=settings.padding_side,
                 device=self.batch_device,
-                decoupled=self.decoupled,
-                kl_to_ref=bool(self.kl_to_ref_coeff),
+                decoupled=settings.decoupled,
+                kl_to_ref=bool(settings.kl_to_ref_coeff),
             )
-        if self.kl_to_ref_coeff and batch.ref is None:
+        if settings.kl_to_ref_coeff and batch.ref is None:
             raise MissingKeyError(
-                f"kl_to_ref_coeff is {self.kl_to_ref_coeff} but the batch has no {self.tensor_keys.ref_log_probs!r}. "
-                "Put RetrieveLogProb on the write path, or leave the coefficient out."
+                f"kl_to_ref_coeff is {settings.kl_to_ref_coeff} but the batch has no "
+                f"{self.tensor_keys.ref_log_probs!r}. Put RetrieveLogProb on the write path, or leave the coefficient "
+                "out."
             )
-        if self.chooses_tokens and batch.keep is None:
+        if settings.chooses_tokens and batch.keep is None:
             (chosen,) = self.choose_tokens([batch], seed=(int(torch.randint(2**31, ())),))
             batch = replace(batch, keep=chosen.to(batch.mask.device))
-        scored_rows = self._actor().rows(batch, entropy=self.entropy_bonus or self._objective.needs_entropy)
+        scored_rows = self._actor().rows(batch, entropy=settings.entropy_bonus or self._objective.needs_entropy)
         rows = self._gather(batch, scored_rows[0].device)
-        names = self._term_names()
-        if isinstance(scored_rows, HeadRows) and self._is_token_level() and self.head != "recompute":
+        names = self._active_terms
+        if isinstance(scored_rows, HeadRows) and self._is_token_level and settings.head != "recompute":
             constants = [rows.advantage, rows.proximal, rows.behaviour, rows.weight, rows.policy_weight]
             out = fused_token_loss(  # with the gradient computed in the forward pass
                 scored_rows.hidden,
@@ -585,8 +477,8 @@ class GRPOLoss(LossModule):
                 self._weighted_terms,
                 constants if rows.ref is None else [*constants, rows.ref],
                 terms=len(names),
-                entropy_gradient=self.entropy_bonus,
-                chunk_size=self.chunk_size,
+                entropy_gradient=settings.entropy_bonus,
+                chunk_size=settings.chunk_size,
             )
             losses, log_probs, entropy = dict(zip(names, out.losses, strict=True)), out.log_probs, out.entropy
         else:
@@ -599,15 +491,15 @@ class GRPOLoss(LossModule):
         self,
         batch: LossBatch,
         rows: TokenRows,
-        names: list[str],
+        names: Sequence[str],
         log_probs: torch.Tensor,
         entropy: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         """Return the terms from log-probs, summed or put back in [B, T]."""
         policy_weight = rows.policy_weight
-        if self.off_policy_threshold is not None:
+        if (threshold := self.settings.off_policy_threshold) is not None:
             policy_weight = policy_weight * pl.off_policy_mask(
-                log_probs, rows.behaviour, rows.advantage, rows.index, rows.sequences, self.off_policy_threshold
+                log_probs, rows.behaviour, rows.advantage, rows.index, rows.sequences, threshold
             )
         terms = self._weighted_terms(
             log_probs,
@@ -621,10 +513,10 @@ class GRPOLoss(LossModule):
             index=rows.index,
             sequences=rows.sequences,
         )
-        if self.kl_mask_threshold:
+        if self.settings.kl_mask_threshold:
             keep = self._trust_region(batch, rows, log_probs.detach())
             terms = [term * keep for term in terms]
-        if not self._is_unreduced:
+        if self.settings.reduction != "none":
             return {name: term.sum() for name, term in zip(names, terms, strict=True)}
         empty = torch.zeros(batch.mask.shape, device=log_probs.device, dtype=log_probs.dtype)
         at = (rows.index, rows.column)
@@ -637,18 +529,19 @@ class GRPOLoss(LossModule):
 
         The values are float32, or float64 for float64 log-probs. A batch on the host causes no wait for the device.
         """
+        settings = self.settings
         at = row_N, column_N = batch.mask.nonzero(as_tuple=True)
         dtype = torch.promote_types(batch.behaviour.dtype, torch.float32)
         behaviour_N = batch.behaviour[at].to(dtype)
         sequences = batch.tokens.shape[0]
         if batch.weight is not None:
             weight_N = batch.weight[at].to(dtype)
-        elif self._is_unreduced or self.reduction == "sum":
+        elif settings.reduction != "mean":
             weight_N = torch.ones_like(behaviour_N)
         else:
-            most = self.max_completion_tokens
+            most = settings.max_completion_tokens
             weight_B = token_weights(
-                batch.mask.sum(1), self.aggregation, groups=batch.group, max_completion_tokens=most, dtype=dtype
+                batch.mask.sum(1), settings.aggregation, groups=batch.group, max_completion_tokens=most, dtype=dtype
             )
             weight_N = weight_B[row_N]
         proximal_N = behaviour_N if batch.proximal is None else batch.proximal[at].to(dtype)
@@ -659,21 +552,22 @@ class GRPOLoss(LossModule):
             columns.append(batch.ref[at].to(dtype))
         row_N, column_N, token_N, advantage_N, behaviour_N, proximal_N, weight_N, *more = upload(columns, device)
         policy_weight_N = weight_N if batch.keep is None else more.pop(0)
-        if self.tis_cap is not None:
-            bounds = self.tis_cap, self.tis_floor
-            if self.tis_level == "token":
+        if settings.tis_cap is not None:
+            bounds = settings.tis_cap, settings.tis_floor
+            if settings.tis_level == "token":
                 factor_N = pl.tis_weight(proximal_N, behaviour_N, *bounds)
             else:
                 factor_N = pl.sequence_tis_weight(proximal_N, behaviour_N, row_N, sequences, *bounds)
             policy_weight_N = policy_weight_N * factor_N
-        if self.icepop is not None:
-            if self.icepop_level == "token":
-                ratio_N = pl.icepop_weight(proximal_N, behaviour_N, *self.icepop)
+        if settings.icepop is not None:
+            interval = settings.icepop_low, settings.icepop_high
+            if settings.icepop == "token":
+                ratio_N = pl.icepop_weight(proximal_N, behaviour_N, *interval)
             else:
                 ratio_N = pl.sequence_icepop_weight(
-                    proximal_N, behaviour_N, row_N, sequences, *self.icepop, product=self.icepop_level == "product"
+                    proximal_N, behaviour_N, row_N, sequences, *interval, product=settings.icepop == "product"
                 )
-            policy_weight_N = policy_weight_N * (ratio_N if self.tis_cap is None else ratio_N > 0)
+            policy_weight_N = policy_weight_N * (ratio_N if settings.tis_cap is None else ratio_N > 0)
         return TokenRows(
             index=row_N,
             column=column_N,
@@ -688,8 +582,8 @@ class GRPOLoss(LossModule):
         )
 
     def _kl(self, log_probs: torch.Tensor, reference: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-        sampler = behaviour if self.kl_importance_weight else None
-        return kl_loss(log_probs, reference, self.kl_estimator, behaviour=sampler)
+        sampler = behaviour if self.settings.kl_importance_weight else None
+        return kl_loss(log_probs, reference, self.settings.kl_estimator, behaviour=sampler)
 
     def _tokens(
         self,
@@ -702,6 +596,8 @@ class GRPOLoss(LossModule):
         sequences: int,
     ) -> PolicyTokens:
         """Return what the objective reads, with this loss's settings."""
+        settings = self.settings
+        low, high = settings.clip_epsilon
         return PolicyTokens(
             log_probs=log_probs,
             proximal=proximal,
@@ -710,14 +606,14 @@ class GRPOLoss(LossModule):
             index=index,
             sequences=sequences,
             entropy=entropy if self._objective.needs_entropy else None,
-            mask_level=None if self.icepop is None else self.icepop_level,
-            low=self.clip_epsilon_low,
-            high=self.clip_epsilon_high,
-            dual_clip=self.dual_clip,
-            delta=self.delta,
-            sapo_tau=self.sapo_tau,
-            dppo=self.dppo,
-            vespo=self.vespo,
+            mask_level=settings.icepop,
+            low=low,
+            high=high,
+            dual_clip=settings.dual_clip,
+            delta=settings.delta,
+            sapo_tau=(settings.sapo_tau_positive, settings.sapo_tau_negative),
+            dppo=settings.dppo,
+            vespo=settings.vespo,
         )
 
     def _weighted_terms(
@@ -734,7 +630,7 @@ class GRPOLoss(LossModule):
         index: torch.Tensor | None = None,
         sequences: int = 0,
     ) -> list[torch.Tensor]:
-        """Return the weighted loss terms per token, in the order of `_term_names`; each [n].
+        """Return the weighted loss terms per token, in the order of `LossSettings.active_terms`; each [n].
 
         Unless the objective is one of sequences, any part of the tokens may be passed, for example a chunk. A token
         that the policy bans (log-prob -inf) has no policy loss and no KL.
@@ -748,13 +644,13 @@ class GRPOLoss(LossModule):
         loss, _ = self._objective.loss(
             self._tokens(log_probs, advantage, proximal, behaviour, entropy, index, sequences + 1)
         )
-        terms = [policy_weight * loss.loss]
-        if self.entropy_bonus and entropy is not None:
-            terms.append(entropy * (weight * -self.entropy_coeff))
-        if self.kl_to_ref_coeff and ref is not None:
-            terms.append(self._kl(log_probs, ref, behaviour) * (kl_weight * self.kl_to_ref_coeff))
-        if self.kl_to_inference_coeff:
-            terms.append(self._kl(log_probs, behaviour, behaviour) * (kl_weight * self.kl_to_inference_coeff))
+        settings, terms = self.settings, [policy_weight * loss.loss]
+        if settings.entropy_bonus and entropy is not None:
+            terms.append(entropy * (weight * -settings.entropy_coeff))
+        if settings.kl_to_ref_coeff and ref is not None:
+            terms.append(self._kl(log_probs, ref, behaviour) * (kl_weight * settings.kl_to_ref_coeff))
+        if settings.kl_to_inference_coeff:
+            terms.append(self._kl(log_probs, behaviour, behaviour) * (kl_weight * settings.kl_to_inference_coeff))
         return terms
 
     def _trust_region(self, batch: LossBatch, rows: TokenRows, log_probs: torch.Tensor) -> torch.Tensor:
@@ -762,16 +658,17 @@ class GRPOLoss(LossModule):
 
         If the weights come from this batch's own counts, they are computed again for the remaining tokens.
         """
-        threshold = self.kl_mask_threshold or float("inf")
+        settings = self.settings
+        threshold = settings.kl_mask_threshold or float("inf")
         keep_N = pl.kl_trust_mask(log_probs - rows.behaviour, threshold).to(log_probs.dtype)
-        if batch.weight is not None or self._is_unreduced or self.reduction == "sum":
+        if batch.weight is not None or settings.reduction != "mean":
             return keep_N
         left_B = pl.indexed_sum(keep_N, rows.index, rows.sequences)
         weight_B = token_weights(
             left_B,
-            self.aggregation,
+            settings.aggregation,
             groups=None if batch.group is None else batch.group.to(left_B.device),
-            max_completion_tokens=self.max_completion_tokens,
+            max_completion_tokens=settings.max_completion_tokens,
             dtype=rows.weight.dtype,
         )
         return keep_N * weight_B[rows.index] / rows.weight
@@ -797,13 +694,13 @@ class GRPOLoss(LossModule):
             "ess_sequence": ess_from_sums(*sequences).float(),
             "entropy": None if entropy is None else row_mean(entropy, known_N),
             "kl_to_ref": None,
-            "kl_to_inference": row_mean(kl_loss(lp_N, rows.behaviour, self.kl_estimator), known_N),
+            "kl_to_inference": row_mean(kl_loss(lp_N, rows.behaviour, self.settings.kl_estimator), known_N),
             "sampler_gap": row_mean((lp_N - rows.behaviour).abs(), known_N),
             **dict(zip(("num_tokens", "weight_sum", "weight_square_sum"), tokens, strict=True)),
             **dict(zip(("num_sequences", "sequence_weight_sum", "sequence_weight_square_sum"), sequences, strict=True)),
         }
         if rows.ref is not None:
             known_N = known_N & torch.isfinite(rows.ref)
-            figures["kl_to_ref"] = row_mean(kl_loss(lp_N, rows.ref, self.kl_estimator), known_N)
+            figures["kl_to_ref"] = row_mean(kl_loss(lp_N, rows.ref, self.settings.kl_estimator), known_N)
             figures["num_ref_tokens"] = known_N.sum().double()
         return figures

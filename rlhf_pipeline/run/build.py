@@ -100,7 +100,7 @@ def build_models(pipeline: Pipeline, *, seed: int, device: str) -> Models:
     policy = build_policy(pipeline, seed=seed, device=device)
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=policy)
     reference: TokenPolicy | AdaptersOff | None = None
-    if pipeline.write.kl_coef or pipeline.loss.kl_to_ref_coeff:
+    if pipeline.needs_reference:
         if pipeline.policy.lora_rank:
             reference = AdaptersOff(policy)
         else:
@@ -208,33 +208,7 @@ def _set_template(tokenizer: Any, template: str | None) -> None:
 
 def build_loss(pipeline: Pipeline, policy: TokenPolicy) -> GRPOLoss:
     """Make the loss of a definition."""
-    config = pipeline.loss
-    return GRPOLoss(
-        policy,
-        clip_epsilon=config.clip_epsilon,
-        entropy_bonus=config.entropy_coeff > 0,
-        entropy_coeff=config.entropy_coeff,
-        kl_to_ref_coeff=config.kl_to_ref_coeff or None,
-        aggregation=config.aggregation,
-        objective=config.objective,
-        kl_estimator=config.kl_estimator,
-        kl_importance_weight=config.kl_importance_weight,
-        dual_clip=config.dual_clip,
-        delta=config.delta,
-        decoupled=config.corrects_the_sampler,
-        tis_cap=config.tis_cap,
-        tis_level=config.tis_level,
-        tis_floor=config.tis_floor,
-        off_policy_threshold=config.off_policy_threshold,
-        top_entropy_quantile=config.top_entropy_quantile,
-        clip_cov=config.clip_cov,
-        clip_cov_bounds=(config.clip_cov_low, config.clip_cov_high),
-        sapo_tau=(config.sapo_tau_positive, config.sapo_tau_negative),
-        dppo=config.dppo,
-        vespo=config.vespo,
-        icepop=None if config.icepop is None else (config.icepop_low, config.icepop_high),
-        icepop_level=config.icepop or "token",
-    )
+    return GRPOLoss(policy, pipeline.loss)
 
 
 def build_learner(
@@ -395,7 +369,7 @@ def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
 def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | None:
     """Return the object that moves the reference towards the policy, or None if there is nothing to move."""
     learn = pipeline.learn
-    if not learn.reference_every or (pipeline.write.kl_coef == 0 and pipeline.loss.kl_to_ref_coeff == 0):
+    if not learn.reference_every or not pipeline.needs_reference:
         return None
     if not isinstance(models.reference, TokenPolicy):
         raise DefinitionError(

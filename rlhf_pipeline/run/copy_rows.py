@@ -144,7 +144,6 @@ class Gatherer:
         self.limits = limits
         self.on_event = on_event
         self._by_reward = takes_rewards(pipeline.write.estimator)
-        self.needs_reference = pipeline.write.kl_coef > 0 or pipeline.loss.kl_to_ref_coeff > 0
 
     def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
         """Gather what is still missing."""
@@ -285,7 +284,7 @@ class Gatherer:
         speaks = _any(mask, lengths)
         no_behaviour = speaks & ~_any(mask & np.isfinite(values["log_probs"]), lengths)
         no_reference = np.zeros(batch.n_rows, bool)
-        if self.needs_reference:
+        if self.pipeline.needs_reference:
             no_reference = speaks & ~_any(mask & np.isfinite(values["ref_log_probs"]), lengths)
         lacks = no_behaviour | no_reference | ~np.isfinite(values["advantage"])
         keep = np.ones(batch.n_rows, bool)

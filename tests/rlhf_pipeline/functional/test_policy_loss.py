@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
-from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.kl import clamped_log_ratio
 from rlhf_pipeline.functional.policy_loss import (
-    clip_bounds,
     clipped_loss,
     icepop_weight,
     kl_trust_mask,
@@ -99,10 +97,3 @@ def test_icepop_weights_by_hand():
 def test_trust_region_mask():
     """d^2 / 2 against the threshold, the bound itself included."""
     assert kl_trust_mask(f64(0.0, 1.0, -1.5), 0.5).tolist() == [True, True, False]
-
-
-@pytest.mark.parametrize("epsilon", [(0.1, 0.2, 0.3), -0.1, (1.0, 0.2), (0.2, -0.1)])
-def test_impossible_clip_bounds_are_refused(epsilon):
-    """A low side of 1 or more, a negative side or three numbers are refused."""
-    with pytest.raises(DefinitionError, match="clip_epsilon"):
-        clip_bounds(epsilon)

@@ -12,6 +12,7 @@ from tensordict import TensorDict, lazy_stack
 from rlhf_pipeline import GRPO, GRPOLoss
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.functional.aggregation import token_weights
+from rlhf_pipeline.losses.loss_settings import clip_settings
 
 MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
@@ -122,10 +123,10 @@ def test_temperature_of_the_policy_is_used(tiny):
         ({"clip_epsilons": 0.2}, "Did you mean 'clip_epsilon'"),
         ({"objective": "cisp"}, "Did you mean 'cispo'"),
         ({"aggregation": "token"}, "unknown aggregation"),
-        ({"reduction": "avg"}, "unknown reduction"),
+        ({"reduction": "avg"}, "reduction is 'avg'. Known: mean, none, sum"),
         ({"masking_strategy": "rlhff"}, "Did you mean 'rlhf'"),
         ({"dual_clip": 1.0}, "above 1"),
-        ({"delta": 1.1}, "above 1 \\+ clip high"),
+        ({"delta": 1.1}, "above 1 \\+ clip_high"),
         ({"objective": "cispo", "dual_clip": 3.0}, "which cispo does not have"),
         ({"tis_cap": 2.0}, "decoupled=True"),
         ({"head": "fused", "objective": "gspo"}, "need all log-probs first"),
@@ -309,3 +310,49 @@ def test_a_lazy_stack_with_one_advantage_per_trajectory(tiny):
     row = td[0]
     row["advantage"] = torch.tensor(0.5)
     assert GRPOLoss(actor, entropy_bonus=False)(lazy_stack([row])).loss_objective == expected
+
+
+def test_a_loss_takes_the_settings_of_a_definition(tiny):
+    """One object, by which it computes what keywords in TorchRL's spelling give; keywords change single settings."""
+    policy = tiny.Policy()
+    declared = GRPO(clip_low=0.1, clip_high=0.3, entropy_coeff=0.02, tis_cap=2.0, icepop="sequence", clip_cov=0.5)
+    loss = GRPOLoss(policy, declared)
+    spelled = GRPOLoss(
+        policy,
+        clip_epsilon=(0.1, 0.3),
+        entropy_coeff=0.02,
+        decoupled=True,
+        tis_cap=2.0,
+        icepop=(0.5, 5.0),
+        icepop_level="sequence",
+        clip_cov=0.5,
+        clip_cov_bounds=(1.0, 5.0),
+        sapo_tau=(1.0, 1.05),
+    )
+    assert loss.settings == spelled.settings
+    assert not GRPOLoss(policy, GRPO()).settings.entropy_bonus
+    assert GRPOLoss(policy, loss.settings).settings == loss.settings
+    other = GRPOLoss(policy, declared, clip_cov=None, dual_clip=3)
+    assert (other.settings.clip_cov, other.dual_clip, other.tis_cap) == (None, 3.0, 2.0)
+    with pytest.raises(DefinitionError, match=r"takes no 'clip_hihg'\. Did you mean 'clip_high'"):
+        GRPOLoss(policy, declared, clip_hihg=0.3)
+    with pytest.raises(DefinitionError, match=r"tis_floor is 3\.0; it must be below tis_cap, 2\.0"):
+        GRPOLoss(policy, declared, tis_floor=3.0)
+
+
+def test_a_setting_that_changes_is_checked(tiny):
+    """A coefficient may change between steps, to what a new loss would take; None is the default."""
+    loss = GRPOLoss(tiny.Policy(), kl_to_ref_coeff=0.1)
+    before = loss.settings
+    with pytest.raises(DefinitionError, match=r"dual_clip is 0\.5; it must be above 1"):
+        loss.dual_clip = 0.5
+    assert loss.settings is before
+    loss.kl_to_ref_coeff, loss.clip_epsilon = None, 0.3
+    assert (loss.kl_to_ref_coeff, loss.clip_epsilon_low, loss.clip_epsilon_high) == (0.0, 0.3, 0.3)
+
+
+@pytest.mark.parametrize("epsilon", [(0.1, 0.2, 0.3), -0.1, (1.0, 0.2), (0.2, -0.1)])
+def test_impossible_clip_bounds_are_refused(epsilon):
+    """A low side of 1 or more, a negative side or three numbers are refused."""
+    with pytest.raises(DefinitionError, match="clip_epsilon"):
+        clip_settings(epsilon)
