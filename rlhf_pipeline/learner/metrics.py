@@ -89,7 +89,8 @@ class StepSeen:
 MetricFunction = Callable[[StepSeen], "float | int | Mapping[str, float | int | None] | None"]
 """A custom figure for `metrics.jsonl`: of one step, under the function's name, or several by name.
 
-It only looks: what it raises or returns wrongly is null in the line, and one notice. `data_metrics` is one of these.
+It only looks: what it raises or returns wrongly is absent from the line, with one notice. `data_metrics` is one of
+these.
 """
 
 
@@ -120,7 +121,7 @@ def own_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> tup
             figures = {str(key): None if value is None else float(value) for key, value in figures.items()}
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported, and the run goes on
             figures, text = {name: None}, f"{type(error).__name__}: {error}"
-            problems.append(f"the metric {name} failed ({text}); its figure is null.")
+            problems.append(f"the metric {name} failed ({text}); its figure is absent.")
         if duplicates := sorted(figures.keys() & step_view.figures.keys()):
             problems.append(f"the metric {name} gives {duplicates[0]}, which is in the line already; rename it.")
         all_figures |= {key: value for key, value in figures.items() if key not in step_view.figures}

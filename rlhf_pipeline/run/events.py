@@ -26,7 +26,7 @@ class RunStarted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """One optimizer step is done; `metrics` is its line of `metrics.jsonl`."""
+    """One optimizer step is done; `metrics` has all its figures, None where one has no value."""
 
     step: int
     total_steps: int

@@ -33,7 +33,7 @@ from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.loggers import SAMPLE, with_logger
 from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.repeated_rows import check_repeated, check_served, named_damage, served_rows
-from rlhf_pipeline.run.rows import StepRows
+from rlhf_pipeline.run.rows import StepRows, without_nulls
 from rlhf_pipeline.run.signals import StopRequest
 
 Reason = Literal["target", "steps", "interrupted"]
@@ -315,7 +315,7 @@ class Loop:
         row |= self.folder.place.traffic(learner.buffer.store)
         row |= self._evaluate(number)
         if number > self.metrics.last_step:  # a step that is taken again has its line already
-            self.metrics.append(row)
+            self.metrics.append(without_nulls(row))
         progress.step = number
         self.on_event(StepDone(step=number, total_steps=self.total_steps, metrics=row))
 

@@ -361,6 +361,15 @@ def _plain(value: object) -> object:
     return value
 
 
+def without_nulls(row: Mapping[str, object]) -> Row:
+    """Return a row without the fields that would be `null` in its line: None, and numbers that are not finite.
+
+    >>> without_nulls({"step": 1, "loss": 0.5, "kl_coef": None, "grad_norm": float("nan")})
+    {'step': 1, 'loss': 0.5}
+    """
+    return {name: value for name, value in row.items() if _plain(value) is not None}
+
+
 def line_of(row: Mapping[str, object]) -> bytes:
     """Return a row as one line; non-finite numbers become `null`."""
     try:

@@ -24,7 +24,7 @@ GOAL = 0.9
 
 def mean_reward(metrics: list[dict[str, Any]]) -> float:
     """Return the mean reward of the last rollouts that a run learned from; 0 before the first."""
-    rewards = [row["task_reward"] for row in metrics if row["task_reward"] is not None]
+    rewards = [row["task_reward"] for row in metrics if "task_reward" in row]
     return float(np.mean(rewards[-LAST_ROLLOUTS:])) if rewards else 0.0
 
 

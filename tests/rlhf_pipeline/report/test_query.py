@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from rlhf_pipeline import CopyDigits, Evaluate
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.cli import main
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
+from rlhf_pipeline.report.diff_steps import compare_figures
 from rlhf_pipeline.report.query import View, search
+from rlhf_pipeline.report.status import status
+from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rows import StepRows, without_nulls
 from tests.rlhf_pipeline.small import tiny
 from trajectory_store import Column, Schema, TrajectoryStore
 
@@ -229,6 +234,28 @@ def test_what_is_not_there_is_said(run_dir: Path):
     ):
         with pytest.raises(MissingKeyError, match="there is no"):
             ask()
+
+
+def test_a_line_with_nulls_is_read_as_one_without(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs of earlier versions have a null for each figure without a value; every reader prints the same for both."""
+    newer = tmp_path / "newer" / run_dir.name
+    shutil.copytree(run_dir, newer)
+    (newer / "metrics.jsonl").unlink()
+    for row in StepRows(run_dir / "metrics.jsonl"):
+        StepRows(newer / "metrics.jsonl").append(without_nulls(row))
+    assert "null" in (run_dir / "metrics.jsonl").read_text()
+    assert "null" not in (newer / "metrics.jsonl").read_text()
+    answers: list[Any] = []
+    for run in (run_dir, newer):
+        view = View(run)
+        state = {name: status(view, 0.0)[name] for name in ("step", "reward_first", "reward_last", "alarms", "failed")}
+        printed = [(main([command, str(run)]), capsys.readouterr().out) for command in ("tail", "stats", "inspect")]
+        assert [code for code, _ in printed] == [0, 0, 0]
+        answers.append((view.metrics(), str((state, printed)).replace(str(run.parent), "")))
+        view.close()
+    assert answers[0] == answers[1]
+    difference = compare_figures(RunFolder(run_dir), RunFolder(newer))
+    assert (difference.num_both, difference.differences) == (12, [])
 
 
 def test_a_run_without_a_store_is_empty(run_dir: Path):

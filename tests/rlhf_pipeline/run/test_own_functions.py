@@ -113,7 +113,7 @@ def test_steps_of_a_strategy_of_ones_own_are_drawn_again_on_a_resume(own: Path):
 
 
 def test_metrics_of_ones_own_are_in_the_line(own: Path):
-    """One figure under the function's name, several by theirs; a failure or a taken name is null and a notice."""
+    """One figure under the function's name, several by theirs; a failure or a taken name is absent, with a notice."""
     heard: list[Event] = []
     names = ",".join(f"own.py:{name}" for name in ("longest", "spread", "broken", "clash"))
     run(made(learn__metrics=names), run_dir=own / "run", on_event=heard.append)
@@ -124,9 +124,9 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
             rewards = store.read_scalars("task_reward", np.array(row_ids))
             assert line["longest"] == store.lengths("input_ids", np.array(row_ids)).max()
             assert (line["reward_low"], line["reward_high"]) == (rewards.min(), rewards.max())
-    assert all(line["broken"] is None and line["loss"] for line in lines)
+    assert all("broken" not in line and line["loss"] for line in lines)
     said = " ".join(event.message for event in heard if isinstance(event, Notice))
-    assert "step 1: the metric broken failed (ZeroDivisionError: division by zero); its figure is null." in said
+    assert "step 1: the metric broken failed (ZeroDivisionError: division by zero); its figure is absent." in said
     assert "the metric clash gives loss, which is in the line already; rename it." in said
     run(tiny(), run_dir=own / "without")
     assert weights(own / "without") == weights(own / "run")

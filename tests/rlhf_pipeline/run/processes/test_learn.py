@@ -306,7 +306,7 @@ def test_a_mean_reward_that_is_not_known_is_left_out(run):
     steps: list[StepDone] = []
     learn(PIPELINE, run_dir=run.path, on_event=lambda event: isinstance(event, StepDone) and steps.append(event))
     assert [step.metrics["task_reward"] is None for step in steps] == [False, False, True]
-    assert run.metrics[-1]["task_reward"] is None
+    assert ["task_reward" in row for row in run.metrics] == [True, True, False]
 
 
 def test_trajectories_that_a_power_loss_took_are_missed(run):
