@@ -22,6 +22,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -87,9 +88,27 @@ class SourceFile:
                 row for batch in self._arrow_batches() for row in (_with_arrays(batch) if arrays else batch.to_pylist())
             )
 
-    def _arrow_batches(self) -> Iterator[Any]:
-        pyarrow = need("pyarrow")
+    def parquet_metadata(self) -> Mapping[bytes, bytes]:
+        """Return what the writer of a Parquet file noted beside its columns.
+
+        Raises:
+            DataError: the file is incomplete or damaged.
+        """
+        with self._arrow_errors(), need("pyarrow.parquet").ParquetFile(self._arrow_place()) as file:
+            return file.schema_arrow.metadata or {}
+
+    def _arrow_place(self) -> io.BytesIO | str:
+        return io.BytesIO(_bytes_of(self.path)) if is_compressed(self.path) else str(self.path)
+
+    @contextmanager
+    def _arrow_errors(self) -> Iterator[None]:
         try:
+            yield
+        except (need("pyarrow").ArrowException, OSError) as error:
+            raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
+
+    def _arrow_batches(self) -> Iterator[Any]:
+        with self._arrow_errors():
             if self.container == "hf":
                 # datasets itself cannot load what it saved without rows
                 if json.loads((self.path / "state.json").read_text(encoding="utf-8"))["_data_files"]:
@@ -97,14 +116,11 @@ class SourceFile:
                     for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_READ):
                         yield from table.to_batches()
                 return
-            place = io.BytesIO(_bytes_of(self.path)) if is_compressed(self.path) else str(self.path)
             if self.container == "parquet":
-                with need("pyarrow.parquet").ParquetFile(place) as file:
+                with need("pyarrow.parquet").ParquetFile(self._arrow_place()) as file:
                     yield from file.iter_batches(batch_size=ROWS_PER_READ)
             else:
-                yield from _arrow_file(need("pyarrow.ipc"), pyarrow, place)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
+                yield from _arrow_file(need("pyarrow.ipc"), need("pyarrow"), self._arrow_place())
 
     def files(self) -> list[Path]:
         """Return every file that the rows come from."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DataError
 from trajectory_store import Column, Schema, StoreError
 from trajectory_store.arrow import SCHEMA_KEY
@@ -31,10 +30,7 @@ def schema_beside(path: Path, container: str) -> Path:
 def schema_of(source: Any) -> Schema | None:
     """Return the store's columns that an export wrote down, or None."""
     if source.container == "parquet":
-        try:
-            metadata = need("pyarrow.parquet").read_schema(source.path).metadata or {}
-        except need("pyarrow").ArrowInvalid as error:
-            raise DataError(f"{source.path} cannot be read as Parquet: {error}. Is it complete?") from error
+        metadata = source.parquet_metadata()
         written = metadata[SCHEMA_KEY].decode() if SCHEMA_KEY in metadata else None
     else:
         beside = schema_beside(source.path, source.container)

@@ -17,8 +17,9 @@ from rlhf_pipeline.exchange.torch_dumps import TorchDump
 from rlhf_pipeline.exchange.zip_members import open_archive, open_member
 
 _FILES = re.compile(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)?$|\.(pt|zip|eval)$|\.table\.json$")
+_TAR = re.compile(r"\.(tgz|tbz2?|txz)$|\.tar(\.\w+)?$")
 _DOCUMENTS = re.compile(r"\.json(\.gz|\.zst)?$")
-_TRAJECTORY = re.compile(r"^(trajectory|episode_hash)[\w.-]*\.json$")
+_TRAJECTORY = re.compile(r"^(trajectory|episode_hash)[\w.-]*\.json(\.gz|\.zst)?$")
 """A trajectory of a Harbor trial or an episode of rLLM, beside files of settings and results."""
 _MOST_UNPACKED = 64 << 30
 """Bytes: a larger archive is rejected before anything is written."""
@@ -31,7 +32,7 @@ class ArchiveMember:
     """A file in an archive: its place there, and where it was unpacked."""
 
     path: Path
-    unpacked: SourceFile | TorchDump | EvaluationLog
+    unpacked: SourceFile | TorchDump | EvaluationLog | TarArchive
 
     @property
     def container(self) -> str:
@@ -86,7 +87,26 @@ class EvaluationLog:
         return f"{self.path}, sample {number}"
 
 
-Dump = SourceFile | TorchDump | ArchiveMember | EvaluationLog
+@dataclass(frozen=True, slots=True)
+class TarArchive:
+    """A tar archive, which is not read: it has no list of its members, so each look at it would read all of it."""
+
+    path: Path
+    container: str = "tar"
+
+    def rows(
+        self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
+    ) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        """Raise that the archive must be unpacked."""
+        raise DataError(f"{self.path} is a tar archive, which is not read. Unpack it: tar -xf {self.path}")
+        yield
+
+    def where(self, number: int) -> str:
+        """Return the archive as an error message names it."""
+        return str(self.path)
+
+
+Dump = SourceFile | TorchDump | ArchiveMember | EvaluationLog | TarArchive
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +156,8 @@ def _matching(path: Path) -> list[Path]:
 
 
 def _of_file(path: Path, container: Container | None, scratch: Path) -> list[Dump]:
+    if _TAR.search(path.name.lower()) and path.is_file():
+        return [TarArchive(path.resolve())]
     if path.suffix == ".pt" and path.is_file():
         return [TorchDump(path.resolve())]
     if path.suffix.lower() == ".eval" and path.is_file():
@@ -148,7 +170,9 @@ def _of_file(path: Path, container: Container | None, scratch: Path) -> list[Dum
 def _in_folder(folder: Path, scratch: Path) -> list[DumpCandidate]:
     torch_files = sorted(folder.glob("*.pt"), key=natural)
     if torch_files:
-        return [DumpCandidate(TorchDump(file.resolve()), False) for file in torch_files]
+        archives = [TarArchive(file.resolve()) for file in sorted(folder.iterdir()) if _TAR.search(file.name.lower())]
+        dumps = (*(TorchDump(file.resolve()) for file in torch_files), *archives)
+        return [DumpCandidate(dump, False) for dump in dumps]
     if any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return [DumpCandidate(source, True) for source in find_sources([folder])]
     files = rollout_files(folder)
@@ -165,7 +189,14 @@ def rollout_files(folder: Path) -> list[Path]:
     lines = [file for file in files if _FILES.search(file.name.lower())]
     stories = [file for file in files if _TRAJECTORY.match(file.name)]
     rollouts = [file for file in lines + stories if file.name != "aggregated_results.jsonl"]
-    return sorted(rollouts or [file for file in files if _DOCUMENTS.search(file.name.lower())], key=natural)
+    archives = [file for file in files if _TAR.search(file.name.lower())]  # each is reported as unread
+    documents = [file for file in files if _DOCUMENTS.search(file.name.lower())]
+    return sorted((rollouts or documents) + archives, key=natural)
+
+
+def trial_results(file: Path) -> list[Path]:
+    """Return where the `result.json` of a Harbor trial may be, for a trajectory; nothing for any other file."""
+    return [folder / "result.json" for folder in file.parents[:2]] if _TRAJECTORY.match(file.name) else []
 
 
 def _is_hidden(path: Path) -> bool:
@@ -190,6 +221,7 @@ def _members(archive_path: Path, path: Path, scratch: Path, depth: int = 1) -> l
         lines = [item for item in items if re.search(_FILES, item.filename.lower())]
         stories = [item for item in items if _TRAJECTORY.match(Path(item.filename).name)]
         chosen = lines + stories or [item for item in items if _DOCUMENTS.search(item.filename.lower())]
+        chosen += [item for item in items if _TAR.search(item.filename.lower())]
         if sum(item.file_size for item in chosen) > _MOST_UNPACKED:
             raise DefinitionError(
                 f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB. Unpack it and name the files."

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_pipeline.data.compression import SUFFIXES
 from rlhf_pipeline.errors import MissingPathError
-from rlhf_pipeline.exchange.dump_files import rollout_files
+from rlhf_pipeline.exchange.dump_files import rollout_files, trial_results
 from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_files
 
 _POLL_S = 1.0
@@ -33,7 +33,8 @@ def follow_folder(
 
     A file is read when it has changed. Rows are identified by their content, so a file that was renamed, rotated or
     compressed adds nothing, and an episode that the tool writes into two files is imported once. An incomplete last
-    line is read once it is complete. A file that the tool writes again replaces its rows when it is complete.
+    line is read once it is complete. A file that the tool writes again replaces its rows when it is complete. A
+    trajectory of Harbor is read again when its trial's `result.json` changes.
 
     Args:
         folder: the output folder of the trainer, searched recursively.
@@ -63,7 +64,7 @@ def follow_folder(
             on_file(file)
         reported.add(file.path)
 
-    read: dict[Path, tuple[int, int]] = {}
+    read: dict[Path, _State] = {}
     unsettled: dict[Path, float] = {}
     unreadable: dict[Path, str] = {}
     total, changed_at = 0, time.monotonic()
@@ -120,8 +121,16 @@ def _without_compression(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in SUFFIXES else path
 
 
-def _state_of(file: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is written to; None if it no longer exists."""
+_State = tuple[tuple[int, int] | None, ...]
+
+
+def _state_of(file: Path) -> _State | None:
+    """Return what changes when a file, or the result of its trial, is written to; None if it no longer exists."""
+    size = _size_and_time(file)
+    return None if size is None else (size, *map(_size_and_time, trial_results(file)))
+
+
+def _size_and_time(file: Path) -> tuple[int, int] | None:
     try:
         stat = file.stat()
     except FileNotFoundError:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields
@@ -37,7 +38,8 @@ GROUP: Final = Column("import_group", "str", fill="")
 COLUMNS: Final = (KEY, VERSION, UNIT, GROUP, SUPERSEDED)
 _ROWS: Final = 4096
 _TOKENS: Final = ("prompt_ids", "completion_ids")
-_SAMPLED: Final = frozenset((*_TOKENS, "prompt", "completion", "identity", "group"))
+_NAMED: Final = frozenset(("identity", "group"))
+_SAMPLED: Final = _NAMED.union(_TOKENS, ("prompt", "completion"))
 """Fields of a record that its key covers."""
 
 
@@ -65,14 +67,20 @@ class FileKeys:
         """Return the unit of a record: source, tool, split and the tool's name for it; empty if the tool has none."""
         return "/".join((*self._source, "evaluation" if record.evaluation else "train", name)) if name else ""
 
-    def key(self, record: RawRollout, unit: str) -> str:
-        """Return what identifies a record; the k-th of equal records differs from the others."""
-        if record.identity is not None:
+    def key(self, record: RawRollout, unit: str, *, grows: bool = False) -> str:
+        """Return what identifies a record; the k-th of equal records differs from the others.
+
+        So does the k-th with one identity, if it `grows`: its identity is made of its first steps.
+        """
+        if record.identity is not None and not grows:
             return self.key_of(record.identity)
-        content = [value if (value := getattr(record, name)) is None else list(value) for name in _TOKENS]
-        if None in content:
-            content += [record.prompt, record.completion]
-        base = digest(self._source, unit, record.evaluation, record.policy_version, *content)
+        if record.identity is not None:
+            base = self.key_of(record.identity)
+        else:
+            content = [value if (value := getattr(record, name)) is None else list(value) for name in _TOKENS]
+            if None in content:
+                content += [record.prompt, record.completion]
+            base = digest(self._source, unit, record.evaluation, record.policy_version, *content)
         self._occurrences[base] += 1
         return digest(base, self._occurrences[base])
 
@@ -93,9 +101,10 @@ class FileKeys:
         return self._groups[number]
 
 
-def version_of(record: RawRollout) -> str:
-    """Return a digest of what a record contains besides what its key covers."""
-    names = [field.name for field in fields(record) if field.name not in _SAMPLED]
+def version_of(record: RawRollout, *, grows: bool = False) -> str:
+    """Return a digest of what a record contains besides what its key covers; of one that `grows`, of its tokens too."""
+    covered = _NAMED if grows else _SAMPLED
+    names = [field.name for field in fields(record) if field.name not in covered]
     values = [getattr(record, name) for name in names]
     return digest(*[dict(value) if isinstance(value, Mapping) else value for value in values])[:16]
 
@@ -190,6 +199,18 @@ class ImportedRows:
             self._uncommitted.append(place)
         self._in_file.add(place)
         return self._trajectory_ids[place], is_new
+
+    def is_outdated(self, key: str, version: str, row: Mapping[str, Any]) -> bool:
+        """Return whether an unknown version of a row is an early one: shorter, or as long and without a reward."""
+        row_id = self.row_of(key)
+        if row_id is None or self._store is None or key + version in self._versions:
+            return False
+        stored = self._store.read([row_id], ["input_ids", "task_reward"])
+        lengths = len(row["input_ids"]), len(stored["input_ids"][0])
+        graded = [
+            math.isfinite(float(reward)) for reward in (row.get("task_reward", math.nan), stored["task_reward"][0])
+        ]
+        return (lengths[0], graded[0]) < (lengths[1], graded[1])
 
     def stored_tokens(self, key: str) -> Any | None:
         """Return the token ids of the newest committed version of a key; None if there is none."""

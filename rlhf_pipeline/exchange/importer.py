@@ -248,6 +248,10 @@ def import_files(
                 if not growing:
                     raise
                 report.vanished.append(Path(file))
+            except (DataError, DefinitionError) as error:  # its first bytes, or its end, may not be written yet
+                if not growing:
+                    raise
+                report.unreadable[Path(file)] = str(error)
         sources = list({candidate.dump.path: candidate for candidate in reversed(sources)}.values())[::-1]
         plan = _recognise(sources, format, how, report)
         if plan or how.annotations:
@@ -552,6 +556,9 @@ def _item(candidate: DumpCandidate, format: str, how: _How, summaries: list[Dump
             )
         if tool is ROWS and (how.growing or not candidate.is_named):
             next(ROWS.read(mine.fields(source, number, row)), None)  # is it a row at all?
+        if tool is not None and tool.grows and how.growing:
+            with contextlib.suppress(DefinitionError):  # raised when its turn comes
+                next(how.records(mine.fields(source, number, row), tool), None)  # is its trial's result complete?
     except DefinitionError as error:
         raise DefinitionError(f"{source.path}: {error}") from None
     if tool is None:
@@ -673,11 +680,16 @@ def _converted(item: _Item, tool: Tool, encoder: Encoder, imported: ImportedRows
                         continue
                     encoded = record.prompt_ids is None or record.completion_ids is None
                     unit = keys.unit(record, name)
-                    key, version = keys.key(record, unit), version_of(record)
+                    grows = tool.grows and record.identity is not None
+                    key, version = keys.key(record, unit, grows=grows), version_of(record, grows=grows)
                     group = keys.group(record, groups.number(record, number), key, unit)
                     row = encoder.row(record, {"file": str(source.path), "row": number, "format": report.format})
                     if encoded and (tokens := imported.stored_tokens(key)) is not None:
-                        _check_encoding(tokens, row["input_ids"])
+                        same = slice(row["num_prompt_tokens"] if grows else None)
+                        _check_encoding(tokens[same], row["input_ids"][same])
+                    if grows and imported.is_outdated(key, version, row):
+                        num_stored += 1
+                        continue
                     num_rows, num_before = item.units[unit] if unit in item.units else (0, imported.count(unit))
                     item.units[unit] = num_rows + 1, num_before
                     trajectory_id, is_new = imported.find(key, version, unit)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.exchange.dump_files import trial_results
 from rlhf_pipeline.exchange.fields import DerivedField, Fields, part_of
 from rlhf_pipeline.exchange.tools.registry import RawRollouts, or_unknown, tool
 from trajectory_store.recorder.raw_rollout import (
@@ -29,6 +30,7 @@ _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
     *("atif", "agent trajectories in ATIF", "schema_version agent steps"),
     "token ids, log-probs and rewards, where the writer put none",
     also=lambda row: str(row["schema_version"]).startswith("ATIF-v1"),
+    grows=True,
 )
 def atif(row: Fields) -> RawRollouts:
     """ATIF 1.8: a document per trajectory, `trajectory.json` of a Harbor trial (harbor 0.26), or one per line.
@@ -38,6 +40,10 @@ def atif(row: Fields) -> RawRollouts:
     `completion_token_ids` and `logprobs`; `is_copied_context`; `llm_call_count`, 0 for a step that no model made;
     `subagent_trajectories`; `extra`. What was sampled follows from the prompts: as long as one goes on where the step
     before it ended, the steps are one trajectory; where the context was rewritten, another one begins.
+
+    Agents write the document again after each step. An episode is identified by its `session_id`, which several may
+    share, or else its trial's name, and by its steps up to the first sampled one, with their times; without both by its
+    content.
 
     The format knows no reward. It is `extra.reward`, as `rlhf-pipeline export` writes it beside `group`, `version`,
     `temperature` and `advantage`, or the verifier's reward in the trial's `result.json`, whose task is the group.
@@ -63,6 +69,8 @@ def _documents(row: Fields, document: Row, trial: Row, parent: Row, depth: int =
 
 def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where: tuple[int, int]) -> RawRollout:
     agent, failed = part_of(document, "agent"), part_of(trial, "exception_info").get("exception_type")
+    session = document.get("session_id")
+    episode = trial.get("trial_name") if session is None else session
     task = extra.get("group", extra.get("group_id", trial.get("task_name")))
     place, depth = where
     stored_meta = part_of(extra, "stored_meta")
@@ -105,14 +113,23 @@ def _record(row: Fields, document: Row, part: Row, extra: Row, trial: Row, where
         meta=dict(part_of(stored_meta, "prompt"))
         | {name: stored_meta[name] for name in ("untrusted_reward", "encoded") if name in stored_meta}
         | {key: value for key, value in extra.items() if key not in used_fields}
-        | {"agent": agent.get("name"), "session": document.get("session_id"), "part": place},
+        | {"agent": agent.get("name"), "session": session, "part": place},
         flags={
             "one_prompt": False,
             "across_files": task is not None,
             "evaluation": extra.get("evaluation") is True,
             "mask_known": extra.get("mask_known") is not False,
+            "identity": None if episode is None else ("atif", episode, _first_steps(document), *where),
         },
     )
+
+
+def _first_steps(document: Row) -> str:
+    """Return the steps up to the first sampled one, without what the agent adds to a step later."""
+    steps = document["steps"]
+    end = next((place for place, step in enumerate(steps, start=1) if _is_sampled(step)), len(steps))
+    sampled = [part_of(step, "metrics").get("completion_token_ids") for step in steps[:end]]
+    return repr([[step.get(name) for name in ("source", "message", "timestamp")] for step in steps[:end]] + sampled)
 
 
 def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
@@ -210,8 +227,7 @@ def _messages(step: Row) -> list[dict[str, Any]]:
 
 def _trial_of(path: Path) -> Mapping[str, Any]:
     """Return the `result.json` of the Harbor trial that a trajectory stands in; nothing where there is none."""
-    for folder in path.parents[:2]:
-        file = folder / "result.json"
+    for file in trial_results(path):
         if file.is_file():
             try:
                 document = json.loads(file.read_text(encoding="utf-8"))

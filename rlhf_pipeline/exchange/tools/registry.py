@@ -36,6 +36,8 @@ class Tool:
     """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
     unit: Callable[[Fields], str] = lambda fields: ""
     """Names what the tool writes as one file and writes again after a restart; empty if it only appends."""
+    grows: bool = False
+    """The tool writes one document for each episode, and writes it again after each step: the longer one is newer."""
     repeated_but: str = ""
     """The tool may write the rows of one file again into the next, and then only this field differs."""
 

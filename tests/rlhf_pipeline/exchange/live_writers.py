@@ -135,6 +135,29 @@ def plain(sample: Sample) -> Row:
     return row | {"group": sample.step}
 
 
+def atif(sample: Sample, num_steps: int) -> Row:
+    """Return the document of an episode after some steps: each prompt has what was sampled before it."""
+    tokens, steps = sample.tokens[:2], [{"source": "user", "message": f"q{sample.step}"}]
+    for number in range(num_steps):
+        new = [sample.number + 10, number + 5]
+        metrics = {"prompt_token_ids": tokens, "completion_token_ids": new, "logprobs": [-0.5, -0.25]}
+        steps.append({"source": "agent", "message": f"n{number}", "metrics": metrics})
+        tokens = [*tokens, *new, 3]
+    session = f"s{sample.number // 3}"  # of several episodes
+    return {
+        "schema_version": "ATIF-v1.8",
+        "session_id": session,
+        "agent": {"name": "a", "version": "1"},
+        "steps": steps,
+    }
+
+
+def atif_tokens(sample: Sample, num_steps: int) -> list[int]:
+    """Return the tokens of an episode after some steps."""
+    last = atif(sample, num_steps)["steps"][-1]["metrics"]
+    return [*last["prompt_token_ids"], *last["completion_token_ids"]]
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +378,79 @@ class Steps(Writer):
         return [sample for samples in self.steps.values() for sample in samples]
 
 
+class Trials(Writer):
+    """Harbor: a document that its agent writes again after each step, and the trial's result when it has ended."""
+
+    def __init__(self, tool: Tool, folder: Path, seed: int) -> None:
+        super().__init__(tool, folder, seed)
+        self.num_steps: list[int] = []
+        """Of each episode."""
+        self.ended: set[int] = set()
+
+    def newest(self) -> int:
+        return len(self.num_steps)
+
+    def finished(self) -> list[Path]:
+        return [file for file in super().finished() if (file.parents[1] / "result.json").is_file()]
+
+    def rename(self) -> None:
+        """Move the folder of a trial that has ended."""
+        for file in self.finished()[:1]:
+            target = self.folder / f"archive{self.random.random()}" / file.parents[1].name
+            target.parent.mkdir()
+            file.parents[1].rename(target)
+
+    def sample(self, number: int) -> Sample:
+        return Sample(number // 3, number, float(number % 2), 0.0)
+
+    def append(self) -> None:
+        self.num_steps.append(0)
+        self.extend(len(self.num_steps) - 1)
+
+    def extend(self, number: int) -> None:
+        self.num_steps[number] += 1
+        self.write(number, cut=self.random.random() < 0.3)
+
+    def write(self, number: int, *, cut: bool) -> None:
+        data = json.dumps(atif(self.sample(number), self.num_steps[number])).encode()
+        self.path(number).parent.mkdir(parents=True, exist_ok=True)
+        self.path(number).write_bytes(data[: len(data) // 2] if cut else data)
+        (self.torn.add if cut else self.torn.discard)(number)
+
+    def end(self, number: int, *, cut: bool) -> None:
+        """Write the result of a trial, whose agent writes no more."""
+        self.write(number, cut=False)
+        sample = self.sample(number)
+        result = {"trial_name": f"t{number}", "task_name": f"task{sample.step}", "exception_info": None}
+        data = json.dumps(result | {"verifier_result": {"rewards": {"reward": sample.reward}}})
+        (self.path(number).parents[1] / "result.json").write_text(data[: len(data) // 2] if cut else data)
+        (self.torn.add if cut else self.ended.add)(number)
+
+    def other(self) -> None:
+        """Take one more step of an episode, or end its trial."""
+        running = sorted(set(range(len(self.num_steps))) - self.ended)
+        if running and self.random.random() < 0.6:
+            self.extend(self.random.choice(running))
+        elif running:
+            self.end(running[0], cut=self.random.random() < 0.3)
+
+    def finish(self) -> None:
+        for number in set(range(len(self.num_steps))) - self.ended:
+            self.end(number, cut=False)
+
+    def samples(self) -> list[Sample]:
+        return [self.sample(number) for number in range(len(self.num_steps))]
+
+    def expected(self) -> Counter[str]:
+        pairs = zip(self.samples(), self.num_steps, strict=True)
+        return Counter(f"{atif_tokens(sample, num_steps)} {sample.reward}" for sample, num_steps in pairs)
+
+
+TRIALS = {"atif": Tool(row=lambda sample: atif(sample, 1), path="t{}/agent/trajectory.json", column="input_ids")}
+
+
 def writer_of(name: str, folder: Path, seed: int) -> Writer:
     """Return the writer of a tool."""
+    if name in TRIALS:
+        return Trials(TRIALS[name], folder, seed)
     return Stream(STREAMS[name], folder, seed) if name in STREAMS else Steps(TOOLS[name], folder, seed)

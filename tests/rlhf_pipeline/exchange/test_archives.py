@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.errors import DataError, DefinitionError
-from rlhf_pipeline.exchange import import_files
+from rlhf_pipeline.exchange import follow_folder, import_files
 from trajectory_store import TrajectoryStore
 
 GROUP = {"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "reward": [1.0, 0.0]}
@@ -96,6 +96,33 @@ def test_archives_within_archives_are_read(tmp_path: Path):
         nest = deeper
     with pytest.raises(DefinitionError, match="nested in more than 4 archives"):
         import_files([nest], tmp_path / "deep")
+
+
+@pytest.mark.parametrize("name", ["old.tar.gz", "old.tgz", "old.tar", "OLD.TAR.ZST"])
+def test_a_tar_archive_is_reported(tmp_path: Path, name: str):
+    """Beside other files, in a zip and while the folder is followed it is named as unread; alone it is an error."""
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(LINE)
+    (folder / name).write_bytes(b"x" * 512)
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for file in folder.iterdir():
+            archive.write(file, file.name)
+    for source in (folder, tmp_path / "all.zip"):
+        report = import_files([source], tmp_path / "store")
+        assert len(report.files) == 1
+        assert [path.name for path in report.unreadable] == [name]
+        assert f"{name} is a tar archive, which is not read. Unpack it: tar -xf " in str(report.unreadable)
+    unread: list[str] = []
+    follow_folder(folder, tmp_path / "store", stop=lambda: True, on_unreadable=unread.append)
+    assert len(unread) == 1
+    assert name in unread[0]
+    for alone in (folder / name, tmp_path / "alone"):
+        if not alone.exists():
+            alone.mkdir()
+            (folder / name).rename(alone / name)
+        with pytest.raises(DataError, match=r"is a tar archive, which is not read"):
+            import_files([alone], tmp_path / "other")
 
 
 def test_one_truncated_dump_does_not_reject_its_folder(tmp_path: Path):

@@ -14,7 +14,7 @@ from rlhf_pipeline.exchange import follow_folder, import_files
 from rlhf_pipeline.report.tokens import Characters
 from trajectory_store import TrajectoryStore
 
-from .live_writers import EPISODE, STREAMS, TOOLS, Sample, Steps, Stream, writer_of
+from .live_writers import EPISODE, STREAMS, TOOLS, TRIALS, Sample, Steps, Stream, Trials, atif_tokens, packed, writer_of
 
 
 def current(store: Path, column: str, *, graded: bool) -> Counter[str]:
@@ -29,7 +29,7 @@ def current(store: Path, column: str, *, graded: bool) -> Counter[str]:
     return Counter(values)
 
 
-NAMES = (*STREAMS, *TOOLS)
+NAMES = (*STREAMS, *TOOLS, *TRIALS)
 SWEEPS = [pytest.param(name, rounds, seed, marks=marks)
           for rounds, seeds, marks in ((12, (1,), ()), (100, (2, 3), (pytest.mark.nightly,)))
           for name in NAMES for seed in seeds]  # fmt: skip
@@ -145,6 +145,78 @@ def test_a_file_that_stays_incomplete_is_reported(tmp_path: Path, monkeypatch: p
         one_turn=True,
     )
     assert [("00001" in reason, "00002" in reason) for reason in unreadable] == [(False, True)]
+
+
+def test_an_early_version_of_an_episode_replaces_nothing(tmp_path: Path):
+    """Of an episode's documents the longest counts, and of equal ones that with a reward, whenever each is imported."""
+    writer = Trials(TRIALS["atif"], tmp_path / "job", 0)
+    for _ in range(2):
+        writer.append()
+    writer.extend(0)
+    writer.write(0, cut=False)
+    early = writer.path(0).read_text()
+    writer.extend(0)
+    writer.end(0, cut=False)
+    expected = Counter({f"{atif_tokens(writer.sample(0), 3)} 0.0": 1})
+    for folder, document in (("job/t0", None), ("early", early), ("alone", writer.path(0).read_text())):
+        if document is not None:
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "trajectory.json").write_text(document)
+        import_files([tmp_path / folder], tmp_path / "store")
+        assert current(tmp_path / "store", "input_ids", graded=True) == expected
+    result = tmp_path / "job/t0/result.json"
+    result.write_text(result.read_text().replace('"reward": 0.0', '"reward": 0.5'))
+    import_files([tmp_path / "job/t0"], tmp_path / "store")
+    assert current(tmp_path / "store", "input_ids", graded=True) == Counter(
+        {f"{atif_tokens(writer.sample(0), 3)} 0.5": 1}
+    )
+
+
+def test_a_torn_table_is_read_once_it_is_complete(tmp_path: Path):
+    """Wherever a Parquet file or its compressed form ends, follow continues, and reads the complete one."""
+    tool, folder = TOOLS["trl"], tmp_path / "completions"
+    samples = [Sample(1, number, reward, reward - 0.5) for number, reward in ((1, 1.0), (2, 0.0))]
+    data = tool.encode([tool.row(sample) for sample in samples])
+    folder.mkdir()
+    for suffix, whole in (("", data), (".gz", packed(data, ".gz")), (".zst", packed(data, ".zst"))):
+        file = folder / f"completions_00001.parquet{suffix}"
+        torn = [whole[: len(whole) * part // 8] for part in range(8)]
+        torn += [whole[: len(whole) // 2].ljust(len(whole), b"\0"), whole[: len(whole) // 2] + whole[-8:], whole]
+        versions, unreadable = iter(torn), list[str]()
+        file.write_bytes(next(versions))
+        left = iter([False] * (len(torn) - 1))
+        follow_folder(
+            folder,
+            tmp_path / f"store{suffix}",
+            stop=lambda left=left: next(left, True),
+            wait=lambda seconds, file=file, versions=versions: file.write_bytes(next(versions)),
+            on_unreadable=unreadable.append,
+            tokenizer=Characters(),
+            one_turn=True,
+        )
+        assert current(tmp_path / f"store{suffix}", "completion", graded=True) == Counter({"n1 1.0": 1, "n2 0.0": 1})
+        assert not unreadable
+        file.unlink()
+
+
+@pytest.mark.parametrize("name", ["trl", "nemo-rl", "open-instruct"])
+def test_rewritten_advantages_are_the_current_ones(tmp_path: Path, name: str):
+    """A file that is written again with other advantages supersedes its rows, also where nothing else changed."""
+    tool = {**STREAMS, **TOOLS}[name]
+    file = tmp_path / tool.path.format(1)
+    file.parent.mkdir(parents=True)
+    options: dict[str, Any] = {"tokenizer": Characters(), "one_turn": True, "group": "none"}
+    for scale in (1.0, 0.5):
+        rows = [
+            tool.row(Sample(1, number, reward, scale * (2 * reward - 1))) for number, reward in ((1, 1.0), (2, 0.0))
+        ]
+        file.write_bytes(tool.encode(rows))
+        report = import_files([tmp_path], tmp_path / "store", **options)
+        with TrajectoryStore.open(tmp_path / "store", mode="r") as store:
+            columns = store.read(store.ids(), ["advantage", "superseded", "task_reward"])
+        is_current = [not old for old in columns["superseded"]]
+        assert sorted(columns["advantage"][is_current].tolist()) == [-scale, scale]
+        assert (sum(is_current), report.num_imported) == (2, 2)
 
 
 def test_a_row_that_returns_to_an_earlier_version_stays_current(tmp_path: Path):

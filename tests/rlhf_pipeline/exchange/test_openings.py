@@ -220,6 +220,7 @@ def test_agent_trajectories(tmp_path: Path):
     assert np.array_equal(found["task_reward"], [1, 1, 0, 0, math.nan, math.nan], equal_nan=True)
     assert found["failure_reason"] == [""] * 4 + ["timeout"] * 2
     assert len(set(found["group_id"].tolist())) == 1
+    assert not np.any(found["superseded"])  # trials with equal tokens are different episodes
     (tmp_path / "job" / "d" / "agent").mkdir(parents=True)
     late = trajectory(extra={"rl": {"reward": 0.5, "group": "t", "version": 3, "temperature": 0.7}})
     (tmp_path / "job" / "d" / "agent" / "trajectory.json").write_text(json.dumps(late))
