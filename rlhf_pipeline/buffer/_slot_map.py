@@ -106,9 +106,9 @@ class SlotMap:
             self._rows = self._rows.copy()
         if not self._chosen:  # stored rows had lost their slots to newer ones, while evicted rows kept theirs
             ids = store.ids()[max(self._floor - (store.watermark - num), 0) :]
-            others = ids[~np.isin(ids, np.concatenate([self.rows, self.aside]), assume_unique=True)]
-            num = min(len(others), len(empty))
-            self._rows[empty[:num]] = others[len(others) - num :]
+            unmapped = ids[~np.isin(ids, np.concatenate([self.rows, self.aside]), assume_unique=True)]
+            num = min(len(unmapped), len(empty))
+            self._rows[empty[:num]] = unmapped[len(unmapped) - num :]
             empty = empty[num:]
         if len(empty):
             size = self._size - len(empty)
@@ -197,9 +197,9 @@ class SlotMap:
             count = np.arange(len(later))
             at = np.maximum.accumulate(turns[order] - self.turn - count).clip(0, n) + count
             places = self.expected(n + len(later))
-            others = np.ones(len(places), bool)
-            others[at] = False
-            slots[in_turn] = places[others]
+            is_free = np.ones(len(places), bool)
+            is_free[at] = False
+            slots[in_turn] = places[is_free]
             slots, ids = np.concatenate([slots, places[at]]), np.concatenate([ids, later[order]])
         else:
             slots[in_turn] = self.expected(n)

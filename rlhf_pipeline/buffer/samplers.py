@@ -331,9 +331,9 @@ def as_sampler(strategy: str | StrategyFunction | TrajectorySampler, **arguments
     """
     if isinstance(strategy, TrajectorySampler):
         return strategy
-    entry = strategy_of(strategy)
-    options = (*_LIMITS, *entry.settings, *entry.more)
+    known_strategy = strategy_of(strategy)
+    options = (*_LIMITS, *known_strategy.settings, *known_strategy.more)
     for name in arguments:
         if name not in options:
             raise DefinitionError(f"the strategy {strategy!r} takes no {name!r}.{did_you_mean(name, options)}")
-    return entry.make(**arguments)
+    return known_strategy.make(**arguments)

@@ -101,11 +101,11 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-Asked = tuple["RunFolder | None", "Pipeline", dict[str, Any]]
+EvaluationRequest = tuple["RunFolder | None", "Pipeline", dict[str, Any]]
 """The run, if it is one; what to evaluate; and the other arguments of `evaluate_once`."""
 
 
-def _request(args: argparse.Namespace) -> Asked:
+def _request(args: argparse.Namespace) -> EvaluationRequest:
     """Check the command line, without torch."""
     from rlhf_pipeline.policies.model_source import is_model as is_model_at
     from rlhf_pipeline.run.address import address_of
@@ -124,7 +124,7 @@ def _request(args: argparse.Namespace) -> Asked:
     return request
 
 
-def _of_model(args: argparse.Namespace) -> Asked:
+def _of_model(args: argparse.Namespace) -> EvaluationRequest:
     from rlhf_pipeline import definitions
     from rlhf_pipeline.config import PretrainedPolicy
 
@@ -148,7 +148,7 @@ def _of_model(args: argparse.Namespace) -> Asked:
     return None, _evaluated(pipeline, args), where
 
 
-def _of_run(args: argparse.Namespace, address: Address) -> Asked:
+def _of_run(args: argparse.Namespace, address: Address) -> EvaluationRequest:
     from rlhf_pipeline.run.branch import checkpoint_of
     from rlhf_pipeline.run.checkpoint import step_of
     from rlhf_pipeline.run.config_diff import changes

@@ -174,8 +174,8 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     reasons = "not the policy's, without sampled tokens, or in the table before already"
     passed_over = [f"  {left_out:,} left out: {reasons}"] if left_out else []
     if report.other_files:
-        others = ", ".join(str(path) for path in report.other_files[:3])
-        passed_over.append(f"  {count(len(report.other_files), 'file')} without rollouts: {others}")
+        paths = ", ".join(str(path) for path in report.other_files[:3])
+        passed_over.append(f"  {count(len(report.other_files), 'file')} without rollouts: {paths}")
     if report.unreadable:
         reason = next(iter(report.unreadable.values()))
         passed_over.append(f"  {count(len(report.unreadable), 'file')} could not be read: {reason}")

@@ -142,7 +142,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     for repeated in rerun.rerun(pipeline, plan, seed=config.seed, device=device):
         bad, inexact = bad + (not repeated.ok), inexact + (repeated.ok and not repeated.same_bits)
         losses = f"{_figure(repeated.recorded):>22}  {_figure(repeated.computed):>22}"
-        say(f"{repeated.step:>6}  {repeated.num_trajectories:>12,}  {losses}  {_result(repeated)}")
+        say(f"{repeated.step:>6}  {repeated.num_trajectories:>12,}  {losses}  {_verdict(repeated)}")
     total = count(plan.last - plan.first + 1, "step")
     if bad:
         say(f"{bad} of {total} did not come out as recorded. {_advice(run)}")
@@ -153,7 +153,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     return 1 if bad else 0
 
 
-def _result(repeated) -> str:  # noqa: ANN001 - a rerun.RepeatedSteps, whose module needs torch
+def _verdict(repeated) -> str:  # noqa: ANN001 - a rerun.RepeatedSteps, whose module needs torch
     if repeated.batch_problem is not None:
         return f"DIFFERENT BATCH: {repeated.batch_problem}"
     if repeated.same_bits:

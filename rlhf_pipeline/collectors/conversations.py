@@ -796,7 +796,7 @@ class Conversations:
                 turn.row.variant, row.key = step.variant, self._key(conversation, row.ids, step.variant)
             return going
         # The row went on in another way: a new one begins with its tokens up to this turn.
-        until = row.another(row.ids[: turn.ended], 0)
+        until = row.new_row(row.ids[: turn.ended], 0)
         until.turn_spans = [(turn.began, POLICY_ROLE)]
         current = conversation.current
         branch = conversation.begin(
@@ -836,7 +836,7 @@ class Conversations:
         )
         if len(ids) >= before.most:
             return None
-        row = before.another(ids, self._key(conversation, ids, variant))
+        row = before.new_row(ids, self._key(conversation, ids, variant))
         conversation.begin(messages, tools, row, exchanged=exchanged).variant = variant
         return row
 

@@ -317,18 +317,18 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
     """
     specified: Any = reward
     many: Sequence[Any] = specified if isinstance(specified, (list, tuple)) else (specified,)
-    rewards = [entry if isinstance(entry, Reward) else Reward(entry) for entry in many]
-    labels = [entry.name for entry in rewards if entry.name is not None]
+    rewards = [function if isinstance(function, Reward) else Reward(function) for function in many]
+    labels = [r.name for r in rewards if r.name is not None]
     if len(set(labels)) < len(labels):
         raise DefinitionError(f"two rewards have one name: {', '.join(labels)}. Give each Reward(..., name=) its own.")
     labelled: list[Reward] = []
-    for entry in rewards:
-        label, number = entry.label, 1
-        while entry.name is None and label in labels:
+    for unlabelled in rewards:
+        label, number = unlabelled.label, 1
+        while unlabelled.name is None and label in labels:
             number += 1
-            label = f"{entry.label}_{number}"
+            label = f"{unlabelled.label}_{number}"
         labels.append(label)
-        labelled.append(replace(entry, name=label))
+        labelled.append(replace(unlabelled, name=label))
     return tuple(labelled)
 
 

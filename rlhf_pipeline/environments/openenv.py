@@ -60,9 +60,9 @@ class OpenEnvSession:
 
     async def step(self, turn: Turn) -> Step:
         """Take the turn's action and show what came of it."""
-        result = await in_thread("OpenEnv's step", self.client.step, {"action": self.settings.action(turn)})
-        rewards = {} if result.reward is None else {self.settings.reward: float(result.reward)}
-        return Step("" if result.done else self.settings.show(result.observation), done=result.done, rewards=rewards)
+        reply = await in_thread("OpenEnv's step", self.client.step, {"action": self.settings.action(turn)})
+        rewards = {} if reply.reward is None else {self.settings.reward: float(reply.reward)}
+        return Step("" if reply.done else self.settings.show(reply.observation), done=reply.done, rewards=rewards)
 
     def end(self, reason: str) -> Mapping[str, float]:
         """Close the session."""

@@ -22,7 +22,7 @@ from rlhf_pipeline.user_code.generators import SeededGenerators
 from rlhf_pipeline.user_code.outputs import named_rewards, text_of
 from rlhf_pipeline.user_code.runtime import in_thread
 
-TOLD: Final = (
+ARGUMENT_ERRORS: Final = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, re.error, SyntaxError),
     *(TypeError, ValueError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError),
 )
@@ -35,9 +35,9 @@ class Tools:
     """An environment of functions: the policy calls them until it answers without a call.
 
     A `def` runs in the thread of its conversation, so that one that waits for a network or hangs stops nobody. A call
-    that cannot be read, names no tool, has other arguments than the tool takes, or raises one of `TOLD`, is answered
-    with that error; whatever else a tool raises, and a result that is no text, parts of text or JSON, fails the
-    conversation.
+    that cannot be read, names no tool, has other arguments than the tool takes, or raises one of `ARGUMENT_ERRORS`, is
+    answered with that error; whatever else a tool raises, and a result that is no text, parts of text or JSON, fails
+    the conversation.
 
     Args:
         functions: with annotations and docstrings.
@@ -71,7 +71,7 @@ class Tools:
             raise DefinitionError("Tools: give it at least one function.")
         self.functions = {_name(function): function for function in functions}
         self.has_effects = has_effects
-        self.told = (*TOLD, *told)
+        self.told = (*ARGUMENT_ERRORS, *told)
         for function in functions:
             if not callable(function) or not inspect.getdoc(function):
                 raise DefinitionError(f"Tools: {_name(function)} needs a docstring that says what it does.")
@@ -107,7 +107,7 @@ class MethodTools:
         self.kind: Any = maker if kind is None else kind
         self.has_effects = bool(getattr(self.kind, "has_effects", False))
         self.rewards = rewards_of_environment(self.kind)
-        self.told = (*TOLD, *getattr(self.kind, "told", ()))
+        self.told = (*ARGUMENT_ERRORS, *getattr(self.kind, "told", ()))
         self.names = [
             name
             for name, _ in inspect.getmembers(self.kind, inspect.isroutine)
@@ -139,7 +139,7 @@ class Session:
         functions: Mapping[str, Callable[..., Any]],
         owner: Any = None,
         *,
-        reported: tuple[type[BaseException], ...] = TOLD,
+        reported: tuple[type[BaseException], ...] = ARGUMENT_ERRORS,
     ) -> None:
         self.functions, self.reported = functions, reported
         self.owner = owner

@@ -342,12 +342,12 @@ class Learner:
                 "a group with spread" + (", or a use left." if self.sample.max_uses is not None else ".")
             )
         uses = None if self._uses is None else self._uses.before(step, chosen.trajectory_ids)
-        others = self._unscored(chosen.row_ids, admitted)
+        unscored = self._unscored(chosen.row_ids, admitted)
         if self.shards is not None:
-            message = {"row_ids": chosen.row_ids, "ages": chosen.ages, "admitted": others}
+            message = {"row_ids": chosen.row_ids, "ages": chosen.ages, "admitted": unscored}
             self.shards.tell("step", step=step, **{name: values.tolist() for name, values in message.items()})
-        if len(others):
-            self._score_proximal(self._plan(others))
+        if len(unscored):
+            self._score_proximal(self._plan(unscored))
         plan = self._plan(chosen.row_ids)
         if len(chosen.row_ids) and not bool(plan.advantages.any()):
             self._notices.append(

@@ -100,12 +100,14 @@ def refused_calls(
     calls = turn["tool_calls"]
     if call_format.most_calls is not None and len(calls) > call_format.most_calls:
         return f"the turn has {len(calls)} calls; the chat template shows {call_format.most_calls} in a turn"
-    results = [
-        {"role": "tool", "name": call["function"]["name"], "content": result}
-        for call, result in zip(calls, itertools.cycle(_RESULTS), strict=False)
+    tool_messages = [
+        {"role": "tool", "name": call["function"]["name"], "content": content}
+        for call, content in zip(calls, itertools.cycle(_RESULTS), strict=False)
     ]
     try:
-        reply_text(codec, messages, with_call_ids(results, turn), turn=turn, tools=tools, template=template, ends=ends)
+        reply_text(
+            codec, messages, with_call_ids(tool_messages, turn), turn=turn, tools=tools, template=template, ends=ends
+        )
     except (DataError, DefinitionError) as error:
         return " ".join(str(error).split())[:200]
     return None
@@ -172,7 +174,7 @@ class _Probe:
         """Return what is wrong with so many calls whose arguments are text or objects, as a sum of flaws."""
         turn = self._turn(count, CallFormat(has_text_arguments=as_text))
         try:
-            head, tail = self._reply(turn, self._results(turn))
+            head, tail = self._reply(turn, self._tool_messages(turn))
         except (DataError, DefinitionError) as error:
             self.refusal = self.refusal or error
             return _REFUSED
@@ -200,7 +202,7 @@ class _Probe:
     def answered_call(self, call_format: CallFormat) -> list[dict[str, Any]]:
         """Return a turn with a call, and its result."""
         turn = self._turn(1, call_format)
-        return [turn, *self._results(turn)]
+        return [turn, *self._tool_messages(turn)]
 
     def _turn(self, count: int, call_format: CallFormat) -> dict[str, Any]:
         calls = [
@@ -209,12 +211,12 @@ class _Probe:
         ]
         return call_format.message({"role": "assistant", "content": "", "tool_calls": calls})
 
-    def _results(self, turn: Message) -> list[dict[str, Any]]:
-        results = [
-            {"role": "tool", "name": call["name"], "content": result}
-            for call, result in zip(self._calls, _RESULTS, strict=True)
+    def _tool_messages(self, turn: Message) -> list[dict[str, Any]]:
+        tool_messages = [
+            {"role": "tool", "name": call["name"], "content": content}
+            for call, content in zip(self._calls, _RESULTS, strict=True)
         ]
-        return with_call_ids(results[: len(turn["tool_calls"])], turn)
+        return with_call_ids(tool_messages[: len(turn["tool_calls"])], turn)
 
     def _reply(self, turn: Message, replies: Sequence[Message]) -> tuple[str, str]:
         return reply_text(

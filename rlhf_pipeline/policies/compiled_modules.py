@@ -102,8 +102,8 @@ def _is_mlp(module: nn.Module) -> bool:
     """Return whether a module is made of plain linear maps and activations; adapters and experts are not."""
     parts = list(module.children())
     linear = [part for part in parts if type(part) is nn.Linear]
-    others = [part for part in parts if type(part) is not nn.Linear]
-    is_flat = not any(list(part.parameters()) or list(part.children()) for part in others)
+    non_linear = [part for part in parts if type(part) is not nn.Linear]
+    is_flat = not any(list(part.parameters()) or list(part.children()) for part in non_linear)
     return type(module).__name__.endswith("MLP") and len(linear) >= 2 and is_flat
 
 

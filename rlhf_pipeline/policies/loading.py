@@ -87,14 +87,14 @@ def use_config_time_steps(model: nn.Module) -> bool:
     limit. They limit whole rows with it, and not single steps, so no engine can sample with such a model.
     """
     limit: Any = getattr(getattr(model, "config", None), "time_step_limit", None)
-    others = [
+    layers = [
         layer
         for layer in model.modules()
         if limit is not None and tuple(getattr(layer, "time_step_limit", None) or limit) != tuple(limit)
     ]
-    for layer in others:
+    for layer in layers:
         layer.time_step_limit = tuple(limit)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    return bool(others)
+    return bool(layers)
 
 
 def _load_gguf(path: Path, dtype: Any) -> nn.Module:

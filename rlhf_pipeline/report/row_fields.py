@@ -12,7 +12,7 @@ from rlhf_pipeline.buffer.trajectory_schema import INTERNAL
 from rlhf_pipeline.errors import MissingKeyError, did_you_mean
 from rlhf_pipeline.report.stored import Ids, Stored
 
-NAMED: Final = "reward_"
+REWARD_PREFIX: Final = "reward_"
 """Columns of named rewards begin so; `reward_trusted` is none."""
 _FIRST: Final = (
     *("task_reward", "return", "advantage", "policy_version", "group_id", "num_completion_tokens", "finish_reason"),
@@ -32,7 +32,7 @@ def is_named_reward(name: str) -> bool:
     >>> is_named_reward("reward_format"), is_named_reward("reward_trusted"), is_named_reward("task_reward")
     (True, False, False)
     """
-    return name.startswith(NAMED) and name != "reward_trusted"
+    return name.startswith(REWARD_PREFIX) and name != "reward_trusted"
 
 
 def label(name: str) -> str:
@@ -41,7 +41,7 @@ def label(name: str) -> str:
     >>> label("task_reward"), label("reward_format"), label("kl_coef")
     ('reward', 'format', 'kl_coef')
     """
-    return _LABELS.get(name, name.removeprefix(NAMED) if is_named_reward(name) else name)
+    return _LABELS.get(name, name.removeprefix(REWARD_PREFIX) if is_named_reward(name) else name)
 
 
 def fields_of(stored: Stored) -> list[dict[str, Any]]:

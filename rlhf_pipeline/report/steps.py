@@ -17,7 +17,7 @@ Answer = dict[str, Any]
 
 MOST_CELLS: Final = 256
 """Members of a group that a step names one by one; its counts are of all."""
-_SHOWN: Final = 200
+_PROMPT_CHARACTERS: Final = 200
 """Characters of a prompt in a table."""
 _MOST_LEDGER_BYTES = 1 << 26
 
@@ -82,7 +82,7 @@ def _group(
         if len(finite_advantages)
         else None,
         "num_taught": None if teaches is None else int(teaches[at].sum()),
-        "prompt": prompt[:_SHOWN],
+        "prompt": prompt[:_PROMPT_CHARACTERS],
         "ids": [str(id) for id in ids[some].tolist()],
         "rewards": [value if np.isfinite(value) else None for value in rewards[some].tolist()],
         "taught": None if teaches is None else [int(teach) for teach in teaches[some]],

@@ -25,7 +25,7 @@ _TRIES = 8
 _MOST_TOKENS = 32
 _HEADINGS = ("id", "version", "group", "reward", "tokens", "finish")
 _LEAST_WIDTHS = (6, 7, 6, 7, 6, 6)
-_SHOWN = (
+_FIGURES = (
     ("task_reward", "reward", 3),
     ("loss", "loss", 4),
     ("kl_k1", "kl", 4),
@@ -142,5 +142,5 @@ def step_line(row: Row) -> str:
     >>> step_line({"step": 3, "task_reward": 0.25, "loss": -0.01, "kl_k1": None, "tokens_per_s": 21450.0})
     'step 3: reward 0.250, loss -0.0100, tok/s 21.4k'
     """
-    parts = [f"{name} {number(row[key], digits)}" for key, name, digits in _SHOWN if row.get(key) is not None]
+    parts = [f"{name} {number(row[key], digits)}" for key, name, digits in _FIGURES if row.get(key) is not None]
     return f"step {row['step']}{': ' if parts else ''}{', '.join(parts)}"

@@ -76,8 +76,8 @@ def _piece(tokenizer: Any, token: int) -> str:
 def _bytes_by_character() -> dict[str, int]:
     """Return the alphabet of byte-level BPE: printable Latin-1 maps to itself, other bytes to U+0100 and above."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    unprinted = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(unprinted)}
 
 
 def _by_character(text: str, num: int, *, at_end: bool) -> list[str | None]:

@@ -67,7 +67,7 @@ COMPUTED: Final = Column("computed", "int8", fill=0)
 """What gathering computed for a row, as a sum: 1 behaviour log-probs, 2 reference log-probs, 4 the advantage."""
 _ADVANTAGE: Final = 4
 
-_OWN: Final = (SOURCE, SOURCE_ROW, COMPUTED)
+_SOURCE_COLUMNS: Final = (SOURCE, SOURCE_ROW, COMPUTED)
 _SAY_EVERY_S: Final = 5.0
 _SCORING_BUDGET: Final = 16_384
 
@@ -90,7 +90,7 @@ def gather_schema(choice: Choice) -> Schema:
     """Return the columns of the run's store: the usual ones, further ones of the sources, and a row's origin."""
     columns = {column.name: column for column in trajectory_schema()}
     first_stores: dict[str, str] = {}
-    computed = INTERNAL | {column.name for column in (*_OWN, USES)}
+    computed = INTERNAL | {column.name for column in (*_SOURCE_COLUMNS, USES)}
     with open_sources([source.path for source in choice.sources]) as stores:
         for store in stores:
             for column in store.schema:
@@ -110,7 +110,7 @@ def gather_schema(choice: Choice) -> Schema:
                 if name not in first_stores and (name not in columns or expected.dtype != column.dtype):
                     columns[name] = _optional(column, mutable=expected.mutable)
                 first_stores.setdefault(name, path)
-    return Schema([*columns.values(), *_OWN])
+    return Schema([*columns.values(), *_SOURCE_COLUMNS])
 
 
 def _kind(column: Column) -> str:

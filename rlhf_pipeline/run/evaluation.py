@@ -192,12 +192,12 @@ class Evaluations(ABC):
     def __init__(self, sets: Sequence[EvaluationSet], on_event: EventHandler) -> None:
         self.sets = sets
         self._on_event = on_event
-        by_name = {entry.name: entry for entry in sets}
-        decides = deciding_set({name: entry.evaluate for name, entry in by_name.items()})
+        by_name = {evaluation_set.name: evaluation_set for evaluation_set in sets}
+        decides = deciding_set({name: evaluation_set.evaluate for name, evaluation_set in by_name.items()})
         self._deciding = None if decides is None else by_name[decides]
         """The set by which the best weights are chosen; None if none are kept."""
-        for entry in sets:
-            entry.new()
+        for evaluation_set in sets:
+            evaluation_set.new()
 
     @property
     def store(self) -> TrajectoryStore:
@@ -206,11 +206,11 @@ class Evaluations(ABC):
 
     def is_due(self, step: int) -> bool:
         """Return whether the weights of a step are to be evaluated on any set."""
-        return any(entry.is_due(step) for entry in self.sets)
+        return any(evaluation_set.is_due(step) for evaluation_set in self.sets)
 
     def has(self, step: int) -> bool:
         """Return whether every evaluation that is due at a step is stored, as far as was looked."""
-        return all(step in entry.values for entry in self.sets if entry.is_due(step))
+        return all(step in evaluation_set.values for evaluation_set in self.sets if evaluation_set.is_due(step))
 
     @abstractmethod
     def after(self, step: int, stop: StopRequest) -> Figures:
@@ -227,19 +227,19 @@ class Evaluations(ABC):
 
     def sync(self) -> None:
         """Wait until every row that was read or written here is on the disk."""
-        for entry in self.sets:
-            entry.store.sync()
+        for evaluation_set in self.sets:
+            evaluation_set.store.sync()
 
-    def _tell(self, entry: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
+    def _tell(self, evaluation_set: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
         """Report an evaluation; it may be the best of those up to the newest step."""
-        best = entry is self._deciding and entry.best(newest) == step
-        self._on_event(EvaluationDone(name=entry.name, step=step, best=best, figures=figures))
-        for field, name in (("success", entry.evaluate.success), ("best", entry.evaluate.best)):
+        best = evaluation_set is self._deciding and evaluation_set.best(newest) == step
+        self._on_event(EvaluationDone(name=evaluation_set.name, step=step, best=best, figures=figures))
+        for field, name in (("success", evaluation_set.evaluate.success), ("best", evaluation_set.evaluate.best)):
             is_figure = name in EVALUATION_FIGURES or f"evaluation/{name}" in figures
             if name is None or is_figure or f"evaluation/reward/{name}" in figures:
                 continue
-            path = f"evaluate.{f'{entry.name}.' if entry.name else ''}{field}"
-            reward_names = names_in(entry.store)
+            path = f"evaluate.{f'{evaluation_set.name}.' if evaluation_set.name else ''}{field}"
+            reward_names = names_in(evaluation_set.store)
             if not reward_names and figures.get("evaluation/reward") is not None:
                 raise DefinitionError(
                     f"{path} is {name!r}, and the evaluation of step {step} has no named reward and no component. Name "
@@ -265,18 +265,18 @@ class Evaluator(Evaluations):
 
     def stored(self) -> Container[int]:
         """Return the steps all of whose evaluations are stored by now, by any process."""
-        for entry, collector in zip(self.sets, self._collectors, strict=True):
+        for evaluation_set, collector in zip(self.sets, self._collectors, strict=True):
             collector.buffer.refresh()
-            entry.new()
-        return {step for entry in self.sets for step in entry.values if self.has(step)}
+            evaluation_set.new()
+        return {step for evaluation_set in self.sets for step in evaluation_set.values if self.has(step)}
 
     def evaluate(
         self, step: int, stop: StopRequest, *, digests: Mapping[int, int] | None = None, due: bool = False
     ) -> Figures:
         """Evaluate the policy's weights, or read what was stored of them; with `due`, on the sets that are due."""
         all_figures: Figures = {}
-        for entry, collector in zip(self.sets, self._collectors, strict=True):
-            if due and not entry.is_due(step):
+        for evaluation_set, collector in zip(self.sets, self._collectors, strict=True):
+            if due and not evaluation_set.is_due(step):
                 continue
             done = collector.collect(
                 step,
@@ -287,8 +287,8 @@ class Evaluator(Evaluations):
             )
             size = collector.config.prompts_per_rollout
             rows = collector.stored.rows(step * size, (step + 1) * size - 1)
-            figures = entry.note(step, evaluation_figures(entry.store, rows, entry.evaluate))
+            figures = evaluation_set.note(step, evaluation_figures(evaluation_set.store, rows, evaluation_set.evaluate))
             figures["evaluation/seconds"] = done.seconds
-            self._tell(entry, step, figures, newest=step if digests is None else max(entry.values))
-            all_figures |= of_set(entry.name, figures)
+            self._tell(evaluation_set, step, figures, newest=step if digests is None else max(evaluation_set.values))
+            all_figures |= of_set(evaluation_set.name, figures)
         return all_figures

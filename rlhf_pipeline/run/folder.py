@@ -139,10 +139,10 @@ class RunFolder:
         The lines of another run differ: the metrics record when the step was taken.
         """
         now = self.lines_of(step)
-        others = [name for name, checksum in noted.items() if now.get(name) != checksum]
-        if not others:
+        changed_files = [name for name, checksum in noted.items() if now.get(name) != checksum]
+        if not changed_files:
             return None
-        where = " and ".join(others)
+        where = " and ".join(changed_files)
         return f"its line of step {step} in {where} belongs to another run"
 
     def saved(self) -> list[Path]:

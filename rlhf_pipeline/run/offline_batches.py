@@ -100,10 +100,10 @@ class EpochOrder:
         if not len(tail):
             return self._spread(order)
         ended = np.isin(order, self._member[tail])
-        others = order[~ended]
-        enough = int(np.searchsorted(np.cumsum(self._sizes[others]), head)) + 1
-        if enough <= len(others):
-            return self._spread(np.concatenate([others[:enough], order[ended], others[enough:]]))
+        continuing = order[~ended]
+        enough = int(np.searchsorted(np.cumsum(self._sizes[continuing]), head)) + 1
+        if enough <= len(continuing):
+            return self._spread(np.concatenate([continuing[:enough], order[ended], continuing[enough:]]))
         rows = self._spread(order)  # hardly more than one batch, so groups cannot stay together
         late = np.isin(rows, tail)
         return np.concatenate([rows[~late], rows[late]])

@@ -122,7 +122,7 @@ def _prompt_text(row: Sampled) -> str:
 
 Getter = Callable[[Sampled], Any]
 
-_OWN: Final[dict[str, Getter]] = {
+_STANDARD: Final[dict[str, Getter]] = {
     "prompt": lambda row: row.prompt.text,
     "completion": lambda row: row.completion,
     "messages": lambda row: row.prompt_messages + row.completed_messages,
@@ -139,7 +139,7 @@ _MORE: Final[dict[str, Getter]] = {
     "call_errors": lambda row: row.call_errors,
     "environment": _environment,
     "solution_str": lambda row: row.completion,
-    "ground_truth": _OWN["answer"],
+    "ground_truth": _STANDARD["answer"],
     "extra_info": lambda row: row.prompt.meta.get("extra_info", row.prompt.meta),
     "data_source": lambda row: row.prompt.meta.get("data_source", ""),
 }
@@ -153,7 +153,7 @@ _TRL: Final[dict[str, Getter]] = {
 """The names of a batched function that come before a column of that name."""
 _OPENRLHF: Final[dict[str, Getter]] = {
     "queries": lambda row: _prompt_text(row) + row.completion,
-    "labels": _OWN["answer"],
+    "labels": _STANDARD["answer"],
 }
 _BATCHED: Final[dict[str, Getter]] = {
     "solution_strs": _MORE["solution_str"],
@@ -163,9 +163,9 @@ _BATCHED: Final[dict[str, Getter]] = {
     **_OPENRLHF,
 }
 """Further names that make a function a batched one, of which a column comes first."""
-_AS_TEXT: Final[dict[str, Getter]] = {"prompts": _prompt_text, "completions": _OWN["completion"]}
+_AS_TEXT: Final[dict[str, Getter]] = {"prompts": _prompt_text, "completions": _STANDARD["completion"]}
 """What OpenRLHF's form has under TRL's names: the prompt with which each of its `queries` begins, and the rest."""
-_ALL: Final[dict[str, Getter]] = _OWN | _MORE | _TRL | _BATCHED
+_ALL: Final[dict[str, Getter]] = _STANDARD | _MORE | _TRL | _BATCHED
 _PLAIN: Final = ("prompt", "completion", "answer", "meta")
 _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finish_reason")
 """What TRL's form receives in `**kwargs`, beside the columns of the data."""
@@ -254,7 +254,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
     is_async = any(map(inspect.iscoroutinefunction, (innermost, getattr(type(innermost), "__call__", None))))  # noqa: B004
     plain = Form(
         reward=reward,
-        arguments=tuple(Argument(name=name, value=_OWN[name]) for name in _PLAIN),
+        arguments=tuple(Argument(name=name, value=_STANDARD[name]) for name in _PLAIN),
         by_position=True,
         is_async=is_async,
     )
@@ -280,7 +280,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
     if unknown and columns is not None:
         raise DefinitionError(_refusal(reward, str(signature), unknown, columns, ""))
     batched = any(name in _TRL or (name in _BATCHED and name not in (columns or ())) for name in names)
-    first = (_TRL if batched else _OWN) | (_AS_TEXT if not _OPENRLHF.keys().isdisjoint(names) else {})
+    first = (_TRL if batched else _STANDARD) | (_AS_TEXT if not _OPENRLHF.keys().isdisjoint(names) else {})
     arguments = [
         Argument(
             name=p.name,
@@ -290,7 +290,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
         )
         for p in by_name
     ]
-    more = dict.fromkeys([*(_TRL_REST if batched else _OWN), *sorted(columns or ())]) if rest else {}
+    more = dict.fromkeys([*(_TRL_REST if batched else _STANDARD), *sorted(columns or ())]) if rest else {}
     others = [name for name in more if name not in bound and name not in names]
     return Form(
         reward=reward,

@@ -78,19 +78,19 @@ def identity_of(part: Any) -> Identity:
     """
     holder = part.__self__ if isinstance(part, types.MethodType) else part
     key = id(holder), "" if holder is part else part.__qualname__
-    earlier = _TAKEN.get(key)
+    earlier = _IDENTITIES.get(key)
     if earlier is not None and earlier[0]() is holder:
         return earlier[1]
     try:
-        alive: Callable[[], Any] = weakref.ref(holder, lambda _: _TAKEN.pop(key, None))
+        alive: Callable[[], Any] = weakref.ref(holder, lambda _: _IDENTITIES.pop(key, None))
     except TypeError:  # it has no weak references
         alive = functools.partial(_itself, holder)
     identity = _Observation().of(part)
-    _TAKEN[key] = alive, identity
+    _IDENTITIES[key] = alive, identity
     return identity
 
 
-_TAKEN: Final[dict[tuple[int, str], tuple[Callable[[], Any], Identity]]] = {}
+_IDENTITIES: Final[dict[tuple[int, str], tuple[Callable[[], Any], Identity]]] = {}
 """The identities of callables that are alive, each as it was before its first call."""
 
 
@@ -245,15 +245,13 @@ class _Observation:
                 return _digest(kind, self._plain(cast("Any", plain)(value)))
         if isinstance(value, (list, tuple, collections.deque)):
             items = cast("list[Any]", value)
-            return _digest(kind, *(self._of(element, f"{place}[{at}]") for at, element in enumerate(items)))
+            return _digest(kind, *(self._of(child, f"{place}[{at}]") for at, child in enumerate(items)))
         if isinstance(value, (dict, types.MappingProxyType)):
             pairs = cast("Mapping[Any, Any]", value).items()
-            digests = [
-                _digest(self._of(key, place), self._of(element, f"{place}[{key!r:.40}]")) for key, element in pairs
-            ]
+            digests = [_digest(self._of(key, place), self._of(child, f"{place}[{key!r:.40}]")) for key, child in pairs]
             return _digest(kind, *sorted(digests), self._of(getattr(value, "default_factory", None), place))
         if isinstance(value, (set, frozenset)):
-            return _digest(kind, *sorted(self._of(element, place) for element in cast("set[Any]", value)))
+            return _digest(kind, *sorted(self._of(child, place) for child in cast("set[Any]", value)))
         if isinstance(value, types.ModuleType):
             self._module(value.__name__)
             return _digest("module", value.__name__)
@@ -262,7 +260,7 @@ class _Observation:
             return _digest("class", value.__module__, value.__qualname__)
         if isinstance(value, types.FunctionType):
             self._code(value)
-            digests = [_digest(name, self._of(element, f"{place}, {name}")) for name, element in _held_by(value)]
+            digests = [_digest(name, self._of(child, f"{place}, {name}")) for name, child in _held_by(value)]
             within = self._of(getattr(value, "__wrapped__", None), place)
             return _digest("function", str(value.__module__), value.__qualname__, *digests, within)
         if isinstance(value, types.MethodType):
@@ -283,7 +281,7 @@ class _Observation:
             )
         if _is_open(value):
             self._class(type(value))
-            digests = [_digest(name, self._of(element, f"{place}.{name}")) for name, element in _attributes_of(value)]
+            digests = [_digest(name, self._of(child, f"{place}.{name}")) for name, child in _attributes_of(value)]
             return _digest("object", type(value).__module__, kind, *digests)
         return self._unknown(place, f"{type(value).__module__}.{kind}")
 

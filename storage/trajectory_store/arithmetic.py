@@ -191,8 +191,8 @@ def is_nan(numbers: Numbers) -> npt.NDArray[np.bool_]:
 def is_in(numbers: Numbers, values: Sequence[Any]) -> npt.NDArray[np.bool_]:
     """Return which numbers are equal to one of some values."""
     if isinstance(numbers, np.ndarray) and numbers.dtype.kind in "iu":
-        info = np.iinfo(numbers.dtype)
-        fitting = [int(value) for value in values if isinstance(value, int) and info.min <= value <= info.max]
+        limits = np.iinfo(numbers.dtype)
+        fitting = [int(value) for value in values if isinstance(value, int) and limits.min <= value <= limits.max]
         values = [value for value in values if not isinstance(value, int)]
         mask = np.isin(numbers, np.array(fitting, numbers.dtype))
     else:

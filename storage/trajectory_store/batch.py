@@ -296,14 +296,14 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             raise BatchError(f"column '{column.name}' is bool; the batch holds values other than 0 and 1.")
         return array.astype(target)
     if target_kind in "iu" and kind in "iu":
-        info = np.iinfo(target)
+        limits = np.iinfo(target)
         if kind == "i":  # a negative value read as unsigned is large, so the maximum settles most batches
             largest = int(np.maximum.reduce(array.view(f"u{array.itemsize}")))
-            if largest <= min(info.max, _LARGEST[array.itemsize]):
+            if largest <= min(limits.max, _LARGEST[array.itemsize]):
                 return array.astype(target)
         low, high = int(array.min()), int(array.max())
-        if low < info.min or high > info.max:
-            bad = low if low < info.min else high
+        if low < limits.min or high > limits.max:
+            bad = low if low < limits.min else high
             raise BatchError(f"column '{column.name}': {bad} does not fit {column.dtype}.")
         return array.astype(target)
     if target_kind == "f" and kind in "iuf":

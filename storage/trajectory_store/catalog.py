@@ -35,7 +35,7 @@ STAT_S, LOOK_RARELY, LEAST_LOOK_S = 3e-6, 600, 0.5
 """What it takes to ask for the state of one file, how many times longer checked reads go on without asking, and how
 long at least: where a batch in ten asked, that cost 3 % of sampling from a small store."""
 
-_NAMED = 8
+_MOST_IDS = 8
 """Most ids in the message of an error."""
 
 
@@ -728,8 +728,8 @@ class Catalog:
     def unreadable(self, segment: Segment, gap: Gap, ids: Int64Array) -> CorruptionError:
         """Return the error for rows of a commit that is not served."""
         row_ids, more = np.unique(ids).tolist(), ""
-        if len(row_ids) > _NAMED:
-            row_ids, more = row_ids[:_NAMED], f" and {len(row_ids) - _NAMED} more"
+        if len(row_ids) > _MOST_IDS:
+            row_ids, more = row_ids[:_MOST_IDS], f" and {len(row_ids) - _MOST_IDS} more"
         which = f"trajector{'y' if len(row_ids) == 1 else 'ies'} {', '.join(map(str, row_ids))}{more}"
         return CorruptionError(
             f"{self.medium.where}: {which} cannot be read: {segment.name}: "

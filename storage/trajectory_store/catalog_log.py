@@ -38,7 +38,7 @@ from trajectory_store.format import (
 from trajectory_store.schema import Schema
 
 CATALOG = "catalog"
-KEPT = 64
+RETAINED_RECORDS = 64
 """Records kept behind the newest, so that a process that slept through some of them notices."""
 
 
@@ -83,8 +83,8 @@ class State:
 
     def with_entry(self, entry: Entry) -> State:
         """Return this state with one more segment."""
-        others = [e for e in self.entries if e.ordinal != entry.ordinal]
-        entries = tuple(sorted([*others, entry], key=lambda e: e.ordinal))
+        kept_entries = [e for e in self.entries if e.ordinal != entry.ordinal]
+        entries = tuple(sorted([*kept_entries, entry], key=lambda e: e.ordinal))
         return replace(self, entries=entries, next_ordinal=max(self.next_ordinal, entry.ordinal + 1))
 
     def without(self, ordinals: Collection[int]) -> State:
@@ -275,7 +275,7 @@ class Journal:
     def _after(self, top: int, unreadable: Sequence[int]) -> int:
         """Return the number that is taken last: that of a damaged record counts, but not a stray one's far above."""
         for number in sorted(unreadable):
-            if number <= top + KEPT:
+            if number <= top + RETAINED_RECORDS:
                 top = max(top, number)
         return top
 
@@ -353,27 +353,27 @@ class Journal:
         return True
 
     def _prune(self, number: int) -> None:
-        """Remove old records; more than `KEPT` are left, because another process may be listing them now.
+        """Remove old records; more than `RETAINED_RECORDS` are left, because another process may be listing them now.
 
         Copies of records that newer ones follow are of no use.
         """
-        if number % (KEPT // 4) == 0:
+        if number % (RETAINED_RECORDS // 4) == 0:
             numbers = self._numbers()
-            useless = [record_keys(n)[1] for n in numbers if n < number - KEPT // 4]
-            old = [record_keys(n)[0] for n in numbers if n < number - 2 * KEPT]
+            useless = [record_keys(n)[1] for n in numbers if n < number - RETAINED_RECORDS // 4]
+            old = [record_keys(n)[0] for n in numbers if n < number - 2 * RETAINED_RECORDS]
             self._bucket.delete([*old, *useless])
 
     def missing(self) -> list[str]:
         """Return the missing and the damaged objects of records, in words, for `verify`."""
         numbers = self._numbers()
         newest = max(numbers, default=-1)  # records far behind it may be gone, or left by a process that slept
-        expected = set(numbers) | set(range(max(0, newest - KEPT), newest))
+        expected = set(numbers) | set(range(max(0, newest - RETAINED_RECORDS), newest))
         keys = [key for number in sorted(expected) for key in record_keys(number)]
         problems = list(self.problems)
         for key, raw in zip(keys, self._bucket.get_many(keys), strict=True):
             number, where = number_of(key) or 0, f"{self._bucket.where}/{key}"
             try:
-                if raw is None and newest - KEPT <= number and key == record_keys(number)[0]:
+                if raw is None and newest - RETAINED_RECORDS <= number and key == record_keys(number)[0]:
                     problems.append(f"{where} is missing")  # a copy may never have been put: its writer was killed
                 elif raw is not None:
                     State.from_bytes(raw, number, self._store, where)

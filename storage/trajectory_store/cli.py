@@ -24,9 +24,9 @@ examples:
   trajectory-store copy runs/a/store --to best --where 'task_reward>=0.5'
   trajectory-store export runs/a/store --to rows.parquet
   trajectory-store export runs/a/store --to rows.csv --columns prompt,completion,task_reward --force"""
-_SHOWN = 300
+_CELL_CHARACTERS = 300
 """Characters of a value that `show` prints."""
-_NAMED = 8
+_MOST_IDS = 8
 """Ids of damaged trajectories that are printed."""
 _FIRST = ("prompt", "completion", "task_reward", "reward", "group_id")
 """Columns that `show` prints first."""
@@ -160,7 +160,7 @@ class _Selection(NamedTuple):
 
     @property
     def note(self) -> str:
-        few = ", ".join(map(str, self.damaged[:_NAMED])) + ", ..." * (len(self.damaged) > _NAMED)
+        few = ", ".join(map(str, self.damaged[:_MOST_IDS])) + ", ..." * (len(self.damaged) > _MOST_IDS)
         return f"; {len(self.damaged):,} damaged ones are left out: {few}" if self.damaged else ""
 
 
@@ -275,7 +275,7 @@ def _short(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return np.array2string(cast("Any", value), threshold=16, edgeitems=6, max_line_width=10_000).replace("\n", "")
     text = repr(value) if isinstance(value, (str, bytes)) else str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
+    return text if len(text) <= _CELL_CHARACTERS else f"{text[:_CELL_CHARACTERS]}... ({len(text):,} characters)"
 
 
 def _copy(typed: argparse.Namespace) -> CommandReport:

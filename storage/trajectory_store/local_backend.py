@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 SYNC_THREADS = 6
 OLD_S = 60.0
-_TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
+_NAME_EXISTS = {errno.ENOTEMPTY, errno.EEXIST}
 
 
 class Memmap(Medium):
@@ -130,7 +130,7 @@ class Memmap(Medium):
             try:
                 fs.rename(folder, target)
             except OSError as error:
-                if error.errno not in _TAKEN:
+                if error.errno not in _NAME_EXISTS:
                     raise
                 ordinal += 1
                 continue
@@ -419,22 +419,22 @@ class LocalWriter(SegmentWriter):
                 return
             if self._failed:
                 raise OSError(errno.EIO, "an earlier sync of the segment failed")
-            done, others = self.records, list["Future[None]"]()
+            done, futures = self.records, list["Future[None]"]()
             try:
                 self._failed = True  # until the sync has succeeded
-                self._datasync([*self._fds.values(), self._log.fd], others)
+                self._datasync([*self._fds.values(), self._log.fd], futures)
                 self._failed, self._synced = False, done
             except BaseException as error:
                 # No file may be closed while it is being synced. An exception from outside says nothing about the disk.
-                errors = [future.exception() for future in others]
+                errors = [future.exception() for future in futures]
                 self._failed = fs.is_of_system(error) or any(error is not None for error in errors)
                 raise
             self._acknowledge(done)
 
-    def _datasync(self, fds: list[int], others: list[Future[None]]) -> None:
+    def _datasync(self, fds: list[int], futures: list[Future[None]]) -> None:
         """Sync several files at once, so that they share the journal's commit and the disk's flush.
 
-        `others` takes the syncs that other threads do.
+        `futures` takes the syncs that other threads do.
         """
         if len(fds) < 3:
             for fd in fds:
@@ -445,9 +445,9 @@ class LocalWriter(SegmentWriter):
 
             self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="trajectory-sync")
         for fd in fds[1:]:
-            others.append(self._pool.submit(fs.datasync, fd))  # noqa: PERF401 - each is known once it was submitted
+            futures.append(self._pool.submit(fs.datasync, fd))  # noqa: PERF401 - each is known once it was submitted
         fs.datasync(fds[0])
-        for future in others:
+        for future in futures:
             future.result()
 
     def finish(self) -> None:

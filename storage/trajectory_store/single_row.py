@@ -32,10 +32,10 @@ class RowReader:
         """Return the values of a row by column, or None if its bytes contradict themselves."""
         values: dict[str, Any] = {}
         for name, read in self._readers:
-            value = read(row)
-            if value is None:
+            column_values = read(row)
+            if column_values is None:
                 return None
-            values[name] = value
+            values[name] = column_values
         return values
 
 

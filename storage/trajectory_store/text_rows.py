@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, list):
-        return [_finite(element) for element in cast("list[Any]", value)]
+        return [_finite(number) for number in cast("list[Any]", value)]
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -74,9 +74,7 @@ def write_text_rows(store: StoreTable, path: Path, ids: Ids, columns: Sequence[s
                 if table is None:
                     file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
                 else:
-                    cells = {
-                        name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()
-                    }
+                    cells = {name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in row.items()}
                     table.writerow(cells)
         part.replace(path)
     finally:

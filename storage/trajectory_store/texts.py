@@ -38,15 +38,16 @@ class Texts:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __eq__(self, other: object) -> Mask:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __eq__(self, compared: object) -> Mask:  # pyright: ignore[reportIncompatibleMethodOverride]
         """`[N]` bool: which are equal to a value, or to the text in the same place."""
-        if isinstance(other, Texts):
-            return np.fromiter((a == b for a, b in zip(self.to_list(), other.to_list(), strict=True)), bool, len(self))
-        value = self._bytes(other)
-        return self._begin_with(value, np.flatnonzero(self._lengths == len(value)))
+        if isinstance(compared, Texts):
+            pairs = zip(self.to_list(), compared.to_list(), strict=True)
+            return np.fromiter((mine == theirs for mine, theirs in pairs), bool, len(self))
+        sought = self._bytes(compared)
+        return self._begin_with(sought, np.flatnonzero(self._lengths == len(sought)))
 
-    def __ne__(self, other: object) -> Mask:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ~(self == other)
+    def __ne__(self, compared: object) -> Mask:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ~(self == compared)
 
     def is_in(self, values: Iterable[object]) -> Mask:
         """`[N]` bool: which are equal to one of some values."""
@@ -57,24 +58,24 @@ class Texts:
 
     def startswith(self, prefix: object) -> Mask:
         """`[N]` bool: which begin with a value."""
-        value = self._bytes(prefix)
-        return self._begin_with(value, np.flatnonzero(self._lengths >= len(value)))
+        sought = self._bytes(prefix)
+        return self._begin_with(sought, np.flatnonzero(self._lengths >= len(sought)))
 
     def endswith(self, suffix: object) -> Mask:
         """`[N]` bool: which end with a value."""
-        value = self._bytes(suffix)
-        rows = np.flatnonzero(self._lengths >= len(value))
-        return self._have(value, rows, self._offsets[rows + 1] - len(value))
+        sought = self._bytes(suffix)
+        rows = np.flatnonzero(self._lengths >= len(sought))
+        return self._have(sought, rows, self._offsets[rows + 1] - len(sought))
 
     def contains(self, needle: object, *, any_case: bool = False) -> Mask:
         """`[N]` bool: which contain a value; with `any_case`, ASCII letters of either case are equal."""
-        value = self._bytes(needle)
-        mask = np.ones(len(self), bool) if not value else np.zeros(len(self), bool)
-        if not value or len(self._flat) < len(value):
+        sought = self._bytes(needle)
+        mask = np.ones(len(self), bool) if not sought else np.zeros(len(self), bool)
+        if not sought or len(self._flat) < len(sought):
             return mask
-        starts = occurrences(self._flat, value, any_case=any_case)
+        starts = occurrences(self._flat, sought, any_case=any_case)
         rows = self._offsets.searchsorted(starts, "right") - 1
-        mask[rows[starts + len(value) <= self._offsets[rows + 1]]] = True
+        mask[rows[starts + len(sought) <= self._offsets[rows + 1]]] = True
         return mask
 
     def lengths(self) -> Int64Array:
@@ -91,12 +92,12 @@ class Texts:
         rows = [data[a:b] for a, b in zip(self._offsets[:-1].tolist(), self._offsets[1:].tolist(), strict=True)]
         return rows if self.kind is bytes else [row.decode() for row in rows]
 
-    def _begin_with(self, value: bytes, rows: Int64Array) -> Mask:
-        return self._have(value, rows, self._offsets[rows])
+    def _begin_with(self, sought: bytes, rows: Int64Array) -> Mask:
+        return self._have(sought, rows, self._offsets[rows])
 
-    def _have(self, value: bytes, rows: Int64Array, starts: Int64Array) -> Mask:
+    def _have(self, sought: bytes, rows: Int64Array, starts: Int64Array) -> Mask:
         """Return which rows have a value at their places."""
-        for i, byte in enumerate(value):
+        for i, byte in enumerate(sought):
             same = self._flat[starts + i] == byte
             rows, starts = rows[same], starts[same]
         mask = np.zeros(len(self), bool)

@@ -150,10 +150,10 @@ def _parsed(condition: str, source: Operands) -> ast.expr:
 
 def _comparison(name: str, sign: str, text: str) -> ast.expr:
     """Return the comparison that the short form stands for; `~` is `contains`."""
-    column, value = ast.Name(name), _Written(text)
+    column, literal = ast.Name(name), _Written(text)
     if sign == "~":
-        return ast.Call(ast.Attribute(column, "contains"), [value], [])
-    return ast.Compare(column, [_SIGNS[sign]()], [value])
+        return ast.Call(ast.Attribute(column, "contains"), [literal], [])
+    return ast.Compare(column, [_SIGNS[sign]()], [literal])
 
 
 def _is_one_name(name: str, source: Operands) -> bool:

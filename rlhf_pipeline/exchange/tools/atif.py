@@ -221,8 +221,8 @@ def _messages(step: Row) -> list[dict[str, Any]]:
     """Return the chat messages of a step: what was said, and what tools answered."""
     message: dict[str, Any] = {"role": _ROLES.get(str(step.get("source")), "user"), "content": step.get("message")}
     message |= {name: step[name] for name in ("tool_calls", "reasoning_content") if step.get(name)}
-    results = part_of(step, "observation").get("results") or ()
-    return [message, *({"role": "tool", "content": r.get("content")} for r in results)]
+    replies = part_of(step, "observation").get("results") or ()
+    return [message, *({"role": "tool", "content": r.get("content")} for r in replies)]
 
 
 def _trial_of(path: Path) -> Mapping[str, Any]:

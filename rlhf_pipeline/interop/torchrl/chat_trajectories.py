@@ -17,7 +17,7 @@ from rlhf_pipeline.policies.encoding import history_messages
 
 __all__ = ["ChatTrajectories"]
 
-_TAKEN = frozenset({"reward", "done", "terminated", "truncated", "query", "collector", "next"})
+_RESERVED = frozenset({"reward", "done", "terminated", "truncated", "query", "collector", "next"})
 _OPTIONS = "LLMCollector(..., yield_completed_trajectories=True)"
 
 
@@ -190,7 +190,7 @@ def _keep_further(row: TensorDict, turn: Any) -> None:
             continue
         for name in td.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
             key: Any = (*prefix, name) if prefix else name
-            if name in _TAKEN or row.get(key, None) is not None:
+            if name in _RESERVED or row.get(key, None) is not None:
                 continue
             value = td.get(name, None)
             if isinstance(value, Tensor) and value.numel() == 1:

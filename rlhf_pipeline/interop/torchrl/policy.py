@@ -23,7 +23,7 @@ from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_ids,
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 
 _GENERATE_KWARGS = ("max_new_tokens", "temperature", "num_return_sequences", "do_sample", "seed")
-_KEPT = (
+_COPIED = (
     *("tokenizer", "temperature", "max_new_tokens", "pad_token_id", "num_slots", "input_mode", "generate"),
     *("generate_kwargs", "return_log_probs", "pad_output", "inplace", "num_samples", "prefer_tokens"),
     *("attention_mask_key", "scoring_layout", *(f"{name}_key" for name in CONTAINERS)),
@@ -166,7 +166,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         >>> sampler.head_weight is policy.head_weight, sampler.temperature, policy.temperature
         (True, 0.7, 1.0)
         """
-        options: dict[str, Any] = {name: getattr(self, name) for name in _KEPT} | {"eos_token_id": self.eos_token_ids}
+        options: dict[str, Any] = {name: getattr(self, name) for name in _COPIED} | {"eos_token_id": self.eos_token_ids}
         if "generate" not in kwargs and "input_mode" not in kwargs:
             options["input_key"] = self.input_key
         if kwargs.get("device") not in (None, self.device):
@@ -258,14 +258,14 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         done = grouped_rows(done, members)
         return cast(TensorDictBase, done[0]) if single else done
 
-    def _put(self, result: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-        """Set the containers of `result` on `target`, replacing entries of another kind."""
-        if isinstance(result, LazyStackedTensorDict) and isinstance(target, LazyStackedTensorDict):
-            for row, place in zip(result.unbind(0), target.unbind(0), strict=True):
+    def _put(self, source: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
+        """Set the containers of `source` on `target`, replacing entries of another kind."""
+        if isinstance(source, LazyStackedTensorDict) and isinstance(target, LazyStackedTensorDict):
+            for row, place in zip(source.unbind(0), target.unbind(0), strict=True):
                 self._put(row, place)
             return target
         for key in (*self._container_keys().values(), "logits"):
-            value = result.get(key, None)
+            value = source.get(key, None)
             if value is not None:
                 target.set(key, value)
         return target

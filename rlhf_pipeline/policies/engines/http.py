@@ -502,7 +502,7 @@ class _ServerCall:
     def _completion(self, choice: dict[str, Any], limit: int) -> Row:
         tokens = [int(token) for token in choice["token_ids"]]
         content = choice["logprobs"]["content"] or []
-        if [entry["token_id"] for entry in content] != tokens:
+        if [token["token_id"] for token in content] != tokens:
             raise ValueError("the log-probs are not those of the tokens")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length", "abort") or len(tokens) > limit or not (tokens or reason == "abort"):
@@ -515,7 +515,7 @@ class _ServerCall:
                 raise ValueError(f"weight_versions {spans} of {len(tokens)} tokens")
             for span, start, end in zip(spans, starts, [*starts[1:], len(tokens)], strict=True):
                 versions += [self._engine.version_of(span["version"])] * (end - start)
-        return Row(tokens, [entry["logprob"] for entry in content], versions, reason)
+        return Row(tokens, [token["logprob"] for token in content], versions, reason)
 
 
 @contextlib.contextmanager

@@ -47,13 +47,13 @@ class TurnRow:
         row.turn_spans.append((len(ids), POLICY_ROLE))
         return row
 
-    def another(self, prompt: Sequence[int], key: int) -> TurnRow:
+    def new_row(self, prompt: Sequence[int], key: int) -> TurnRow:
         """Return a new row of the same conversation."""
         return TurnRow.begin(prompt, self.most, key=key, has_mass=bool(self.log_mass))
 
     def branch(self, reply: Sequence[int], until: int, key: int) -> TurnRow:
         """Return a new row that begins with the tokens of this one up to a place, and a reply."""
-        row = self.another([*self.ids[:until], *reply], key)
+        row = self.new_row([*self.ids[:until], *reply], key)
         spans = sum(start < until for start, _ in self.turn_spans) + bool(reply)
         before, spans_before = self.branched
         row.branched = (before + row.num_prompt - self.num_prompt, spans_before + spans)

@@ -224,7 +224,9 @@ class _EngineCall:
             for part in output.outputs:
                 row, tokens = rows[part.index], list(part.token_ids)
                 row.tokens += tokens
-                row.log_probs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs, strict=True)]
+                row.log_probs += [
+                    by_token[token].logprob for token, by_token in zip(tokens, part.logprobs, strict=True)
+                ]
                 row.versions += [] if self._owner.version is None else [self._owner.version] * len(tokens)
                 if part.finish_reason is not None:
                     row.reason = part.finish_reason

@@ -65,11 +65,11 @@ class RemoteEvaluations(Evaluations):
     def _arrived(self) -> Figures:
         """Report the evaluations stored since the last call; return the figures of each set's newest one."""
         all_figures: Figures = {}
-        for entry in self.sets if self.requested else ():
-            entry.store.refresh()
-            for step, figures in entry.new():
-                self._tell(entry, step, figures, newest=max(entry.values))
-                all_figures |= of_set(entry.name, {"evaluation/step": step, **figures})
+        for evaluation_set in self.sets if self.requested else ():
+            evaluation_set.store.refresh()
+            for step, figures in evaluation_set.new():
+                self._tell(evaluation_set, step, figures, newest=max(evaluation_set.values))
+                all_figures |= of_set(evaluation_set.name, {"evaluation/step": step, **figures})
         self.requested = {step: digest for step, digest in self.requested.items() if not self.has(step)}
         return all_figures
 

@@ -24,7 +24,7 @@ from rlhf_pipeline.run.files import (
 )
 from rlhf_pipeline.run.folder import RunFolder
 
-_KEPT = 3
+_NUM_RETAINED = 3
 """Versions that are kept, including the newest."""
 _VERSION = re.compile(r"version-(\d{8})(-[0-9a-f]{16})?")
 
@@ -80,7 +80,7 @@ def publish(
     write_atomically(folder / filenames.NEWEST_WEIGHTS, json.dumps(asdict(published)).encode(), sync=sync)
     run.keep(folder / filenames.NEWEST_WEIGHTS)
     earlier = [path for path in sorted(folder.iterdir()) if _VERSION.fullmatch(path.name) and path != target]
-    retained = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _KEPT :]
+    retained = [path for path in earlier if int(path.name.split("-")[1]) < published.version][1 - _NUM_RETAINED :]
     retained += [version_folder(folder, version, digest) for version, digest in published.evaluate.items()]
     for stale in earlier:
         if stale not in retained:  # too old, or of steps that the run has lost

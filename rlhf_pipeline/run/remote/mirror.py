@@ -113,13 +113,13 @@ class Mirror:
             except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
                 done.set_exception(error)
 
-        def result() -> T:
+        def finish() -> T:
             is_needed.set()
             return done.result()
 
         threading.Thread(target=look, name="reads of a run", daemon=True).start()
-        self._reading = result
-        return result
+        self._reading = finish
+        return finish
 
     def traffic(self, store: TrajectoryStore) -> dict[str, int]:
         """Return this process's requests and bytes since the last call, for a line of metrics.

@@ -31,7 +31,7 @@ from trajectory_store.recorder.raw_rollout import (
 from trajectory_store.recorder.row_encoder import Encoder, meta_text
 from trajectory_store.schema import Column, Schema
 
-Given = Mapping[str, Sequence[Any]]
+FieldValues = Mapping[str, Sequence[Any]]
 """By the name of a record's field: a value for each row."""
 Int64s = npt.NDArray[np.int64]
 
@@ -44,7 +44,7 @@ def as_list(value: Any) -> Any:
 class RecordBatch:
     """What one call records: the columns of its rows, to which the recorder adds their ids."""
 
-    def __init__(self, fields: Given, num: int, encoder: Encoder, sources: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, fields: FieldValues, num: int, encoder: Encoder, sources: Sequence[Mapping[str, Any]]) -> None:
         self.num = num
         self.columns = _columns(fields, num, sources) if encoder.tokenizer is None or _is_whole(fields) else None
         self._rows: list[dict[str, Any]] = []
@@ -79,9 +79,9 @@ class RecordBatch:
             sizes = np.array([len(value) for value in column_rows], np.int64)
             self.columns[column.name] = RaggedArray(np.concatenate(column_rows), sizes)
 
-    def _items(self, column: Column, value: Any, row: int) -> npt.NDArray[Any]:
+    def _items(self, column: Column, elements: Any, row: int) -> npt.NDArray[Any]:
         shape = (-1, *column.shape)
-        row_values = np.asarray([] if value is None else value, column.np_dtype).reshape(shape)
+        row_values = np.asarray([] if elements is None else elements, column.np_dtype).reshape(shape)
         if column.axis != "tokens":
             return row_values
         length, whole = len(row_values), int(self.lengths[row])
@@ -100,13 +100,13 @@ class RecordBatch:
         return prepare(schema, {name: values for name, values in self.columns.items() if name in schema})
 
 
-def _is_whole(fields: Given) -> bool:
+def _is_whole(fields: FieldValues) -> bool:
     """Return True where nothing has to be encoded or decoded for a person to read."""
     texts = (fields.get("prompt"), fields.get("completion"))
     return "prompt_ids" in fields and "completion_ids" in fields and all(text and all(text) for text in texts)
 
 
-def _row(fields: Given, i: int, encoder: Encoder, source: Mapping[str, Any]) -> dict[str, Any]:
+def _row(fields: FieldValues, i: int, encoder: Encoder, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return one row; an error names the field that is wrong."""
     mine = {name: as_list(values[i]) for name, values in fields.items()}
     about = {"created_at": mine.get("created_at"), "meta": mine.get("meta") or {}}
@@ -116,7 +116,7 @@ def _row(fields: Given, i: int, encoder: Encoder, source: Mapping[str, Any]) -> 
     return encoder.row(RawRollout(**{**rollout, **about, "as_chat": False}), source)
 
 
-def _columns(fields: Given, num: int, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _columns(fields: FieldValues, num: int, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the columns of rows of token ids; None where a row has to be looked at by itself."""
     prompts, completions = _flat(fields.get("prompt_ids"), "iu"), _flat(fields.get("completion_ids"), "iu")
     if prompts is None or completions is None:
@@ -250,7 +250,7 @@ def _scores(rows: Sequence[Any], lengths: Int64s) -> npt.NDArray[np.float64] | N
 def _numbers(values: Sequence[Any] | None, num: int) -> npt.NDArray[np.float64] | None:
     if values is None:
         return np.full(num, np.nan)
-    plain_numbers = [as_list(value) for value in values]
+    plain_numbers = [as_list(number) for number in values]
     if not all(value is None or type(value) in (int, float, bool) for value in plain_numbers):
         return None
     try:

@@ -347,10 +347,10 @@ def test_it_is_taken_before_the_first_call(load):
     calls.append(1)
     assert (parts(counting), parts(closed), parts(counting.grade)) == before
     assert parts(module.Open(calls=1, cache={"a": 1.0})) != before[0]
-    number = len(identity._TAKEN)
+    number = len(identity._IDENTITIES)
     del counting, closed
     gc.collect()
-    assert len(identity._TAKEN) < number  # nothing is kept for what is gone
+    assert len(identity._IDENTITIES) < number  # nothing is kept for what is gone
 
 
 def test_code_of_this_project_has_the_identity_of_its_settings():
