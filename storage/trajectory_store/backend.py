@@ -553,11 +553,12 @@ class SegmentWriter(ABC):
         if self.rows + batch.n_rows > self.meta.rows_cap:
             return False
         for axis, columns in self.meta.schema.axes.items():  # every column of an axis has its elements
-            written_column = next((c for c in columns if c.name in batch.values), None)
-            if written_column is None:
-                new = int(batch.fitted(self.meta.schema).lengths[axis].sum())
+            for column in columns:
+                if column.name in batch.values:
+                    new = len(batch.values[column.name]) // column.width
+                    break
             else:
-                new = len(batch.values[written_column.name]) // written_column.width
+                new = int(batch.fitted(self.meta.schema).lengths[axis].sum())
             if self.ends[axis] + new > self.meta.elems_cap[axis]:
                 return False
         return True

@@ -503,7 +503,7 @@ class FolderBucket(Bucket):
         except OSError as error:
             fs.pass_external(error)
             return None
-        return None if os.path.lexists(path) else changed
+        return None if os.access(path, os.F_OK, follow_symlinks=False) else changed
 
     def lock(self, key: str) -> fs.OpenFile | None:
         """Lock a file until the returned one is closed or the process ends.

@@ -168,6 +168,7 @@ def _parse_entry(fields: Any, following: int) -> Entry:
     return Entry(checked_int(ordinal, following - 1), kind, checked_int(salt, MAX_SALT), merged, rows, runs, losses)
 
 
+@functools.lru_cache(maxsize=16)
 def record_keys(number: int) -> tuple[str, str]:
     """The keys of a record's two objects; the first is put first, and only if there is none."""
     return f"{CATALOG}/{number:012d}.rec", f"{CATALOG}/{number:012d}.copy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -33,8 +34,7 @@ from trajectory_store.format import (
     Log,
     Record,
     SegmentMeta,
-    block_crcs,
-    block_elements,
+    blocks_of,
     checks_cap,
     checks_path,
     chunk_path,
@@ -47,6 +47,7 @@ from trajectory_store.format import (
     ordinal_of,
     pack,
     pack_mark,
+    page_elements,
     parse,
     parse_mark,
     segment_name,
@@ -317,8 +318,7 @@ class LocalWriter(SegmentWriter):
         self._opened[CHECKS] = fs.OpenFile(checks_path(folder), os.O_WRONLY)
         self._fds = {name: file.fd for name, file in self._opened.items()}
         self._checks_end = 0
-        self._sizes = {name: (spec.itemsize, block_elements(spec) * spec.itemsize) for name, spec in self.specs.items()}
-        """Per array, the bytes of an element and of a block."""
+        self._layouts = {name: (spec.itemsize, page_elements(spec)) for name, spec in self.specs.items()}
         self._pid = os.getpid()
         self._synced = 0
         self._failed = False
@@ -386,11 +386,12 @@ class LocalWriter(SegmentWriter):
                     values, start = values[1:] + start, self.rows + 1
                     ends[spec.axis] = int(values[-1])
             if len(values):
-                raw, (itemsize, block_bytes) = values.view(np.uint8), self._sizes[name]
-                place = start * itemsize
-                fs.pwrite(self._fds[name], raw, place)
-                crcs += block_crcs(raw, block_bytes, place % block_bytes)  # after the write: now it is in the cache
-        checks = np.array(crcs, "<u4").view(np.uint8)
+                raw, layout = values.view(np.uint8), self._layouts[name]
+                itemsize = layout[0]
+                fs.pwrite(self._fds[name], raw, start * itemsize)
+                blocks = blocks_of(self.meta, layout, start, start + len(raw) // itemsize)
+                crcs += blocks.crcs(raw, itemsize)  # after the write: now it is in the cache
+        checks = struct.pack(f"<{len(crcs)}I", *crcs)
         fs.pwrite(self._fds[CHECKS], checks, 4 * self._checks_end)
         return ends, crc32c(checks), self._checks_end + len(crcs)
 

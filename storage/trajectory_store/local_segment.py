@@ -38,7 +38,7 @@ from trajectory_store.format import (
     Log,
     Record,
     SegmentMeta,
-    block_elements,
+    blocks_of,
     checks_path,
     chunk_path,
     commits_json,
@@ -47,7 +47,7 @@ from trajectory_store.format import (
     group_json,
     mark_path,
     offsets_name,
-    origin_of,
+    page_elements,
     parse_mark,
     read_whole,
     spec_json,
@@ -466,24 +466,24 @@ class LocalSegment(Segment):
         self, first: int, end: int, starts: Mapping[str, int], stops: Mapping[str, int]
     ) -> dict[str, Blocks] | None:
         out: dict[str, Blocks] = {}
-        at, version = 0, self.meta.version
-        for spec, _, size in self._layout:
+        at = 0
+        for spec, layout in self._layout:
             name, _, capacity, axis, edges, *_ = spec
             start, stop = (first + edges, end + edges) if axis is None or edges else (starts[axis], stops[axis])
             if not 0 <= start <= stop <= capacity:
                 return None
-            out[name] = blocks = Blocks(start, stop, size, origin_of(start, size, version), at)
+            out[name] = blocks = blocks_of(self.meta, layout, start, stop, at)
             at = blocks.end
         return out
 
     def _bytes(self, parts: dict[str, Blocks]) -> int:
         written = zip(parts.values(), self._layout, strict=True)
-        return sum((blocks.stop - blocks.start) * size for blocks, (_, size, _) in written)
+        return sum((blocks.stop - blocks.start) * itemsize for blocks, (_, (itemsize, _)) in written)
 
     @functools.cached_property
-    def _layout(self) -> list[tuple[ArraySpec, int, int]]:
-        """The arrays, with the bytes of an element and the elements of a block."""
-        return [(spec, spec.itemsize, block_elements(spec)) for spec in self.specs.values()]
+    def _layout(self) -> list[tuple[ArraySpec, tuple[int, int]]]:
+        """The arrays, with the bytes of an element and the elements of a page."""
+        return [(spec, (spec.itemsize, page_elements(spec))) for spec in self.specs.values()]
 
     def _sure_parts(self, record: Record) -> dict[str, Blocks] | None:
         """Return the parts of a commit, also where the offset at one of its two ends is damaged.
@@ -666,7 +666,7 @@ class LocalSegment(Segment):
         parts, crcs = self._parts_between(first, end, starts, stops), list[int]()
         if parts is None or (not first and any(starts.values())):
             return -1
-        for (name, blocks), (_, itemsize, _) in zip(parts.items(), self._layout, strict=True):
+        for (name, blocks), (_, (itemsize, _)) in zip(parts.items(), self._layout, strict=True):
             crcs += blocks.crcs(self.part(name, blocks.start, blocks.stop).view(np.uint8), itemsize)
         return crc32c(np.array(crcs, "<u4").view(np.uint8))
 

@@ -21,7 +21,7 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Int64Array:
     [0, 2, 2, 5]
     """
     out = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=out[1:])
+    np.add.accumulate(lengths, out=out[1:])
     return out
 
 

@@ -29,9 +29,9 @@ def layout(meta: dict[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...], s
     return {k[0]: (np.dtype({"str": "u1", "bytes": "u1"}.get(k[1], k[1])).newbyteorder("<"), *k[2:]) for k in kinds}
 
 
-def blocks(raw: bytes, size: int, first: int) -> Iterator[bytes]:
+def blocks(raw: bytes, size: int, first: int, merged: bool) -> Iterator[bytes]:
     """The parts of the blocks of an array that a commit wrote, whose elements have so many bytes, from `first` on."""
-    block = max(1, 4096 // size)
+    block = max(1, 4096 // size) * (1 if merged or len(raw) > 524_288 else 4)
     ends = [*range((block - first % block) * size, len(raw), block * size), len(raw)] if raw else []
     return (raw[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
 
@@ -62,7 +62,9 @@ def read_files(folder: Path, meta: dict[str, Any], accepted: Any) -> tuple[dict[
             sums = b""
             for name, (dtype, shape, axis) in kinds.items():
                 part, item = arrays[name][before[axis] : after[axis]].tobytes(), dtype.itemsize * math.prod(shape)
-                sums += b"".join(struct.pack("<I", crc(block)) for block in blocks(part, item, before[axis]))
+                sums += b"".join(
+                    struct.pack("<I", crc(block)) for block in blocks(part, item, before[axis], meta["merged"])
+                )
             good, ends = crc(sums) == data_sum, after
             stored = (folder / "commits/checks").read_bytes()[4 * sums_end - len(sums) : 4 * sums_end]
             assert not good or stored == sums, f"checksums of blocks of record {i} of {folder}"
@@ -116,7 +118,7 @@ def read_objects(folder: Path, meta: dict[str, Any], _: Any) -> tuple[dict[str, 
             size, raw = dtype.itemsize * math.prod(shape), raw[8:] if axis == ".edges" else raw
             first_row = commit["rows_end"] - commit["n_rows"]
             first = {".rows": first_row, ".edges": first_row + 1, **commit["starts"]}[axis]
-            sums = (f"{crc(block):08x}" for block in blocks(raw, size, first))
+            sums = (f"{crc(block):08x}" for block in blocks(raw, size, first, False))
             assert "".join(sums) == commit["crc"][name], f"{name} in {path}"
             pieces[name].append(values[1:] + ends.get(name[:-8], 0) if axis == ".edges" else values)
         times, ends = times + [commit["time_ns"]] * commit["n_rows"], commit["ends"]

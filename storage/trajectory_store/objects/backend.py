@@ -24,12 +24,12 @@ from trajectory_store.format import (
     KEY,
     ArraySpec,
     SegmentMeta,
-    block_crcs,
-    block_elements,
+    blocks_of,
     checked_int,
     from_hex,
     group_json,
     ordinal_of,
+    page_elements,
     per_name,
     read_attributes,
     read_whole,
@@ -559,8 +559,9 @@ class ObjectWriter(SegmentWriter):
         """Return the checksums of the blocks of an array; the first offset is always 0, and in none."""
         spec = self.specs[name]
         start = self.rows + spec.edges if spec.axis is None or spec.edges else self.ends[spec.axis]
-        size, itemsize = block_elements(spec), spec.itemsize
-        return to_hex(block_crcs(values[spec.edges :].view(np.uint8), size * itemsize, start % size * itemsize))
+        raw, itemsize = values[spec.edges :].view(np.uint8), spec.itemsize
+        blocks = blocks_of(self.meta, (itemsize, page_elements(spec)), start, start + len(raw) // itemsize)
+        return to_hex(blocks.crcs(raw, itemsize))
 
     def _next(self, time_ns: int, n_rows: int, ends: Mapping[str, int], **more: Any) -> Commit:
         """Return the record of the next commit, or of the end."""

@@ -33,13 +33,12 @@ from trajectory_store.format import (
     RECORD_DTYPE,
     TARGET,
     ArraySpec,
-    Blocks,
     SegmentMeta,
-    block_elements,
+    blocks_of,
     crc32c,
     from_hex,
     offsets_name,
-    origin_of,
+    page_elements,
 )
 from trajectory_store.objects.archive import (
     BLOCK,
@@ -740,9 +739,8 @@ class ObjectSegment(Segment):
             values = self._values(seq, spec, places, raw)
             if isinstance(crc := crcs.get(name, -1), int):  # a commit of an older writer
                 return values, [] if crc32c(values.view(np.uint8)) == crc else whole
-            start, size = self.extent(spec, seq)[1] + spec.edges, block_elements(spec)
-            stop = start + count - spec.edges
-            blocks = Blocks(start, stop, size, origin_of(start, size, self.meta.version))
+            start, layout = self.extent(spec, seq)[1] + spec.edges, (spec.itemsize, page_elements(spec))
+            blocks = blocks_of(self.meta, layout, start, start + count - spec.edges)
             inner = values[1:] if spec.edges else values
             right = from_hex(crc, blocks.end).tolist()
         except (CorruptionError, ValueError) as error:
