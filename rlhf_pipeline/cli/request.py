@@ -157,7 +157,7 @@ def _resumed(args: argparse.Namespace) -> Run:
     folder = RunFolder(out)
     check_free_or_recorded(folder, resume=True)
     command = _command(args, definition_name, out=out if args.out or definition_name is None else None)
-    supervised = _supervisor(args, folder.heartbeat_of("supervisor"))
+    supervised = _supervisor(args, folder.place.heartbeat_of("supervisor"))
     return _recorded(
         args, out, definition_name, "--resume --out", _overrides(args), command=command, supervised=supervised
     )

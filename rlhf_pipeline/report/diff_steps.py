@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +66,7 @@ class StepsDifference:
 
 def compare_configs(left: RunFolder, right: RunFolder) -> list[Answer]:
     """Return the fields of `config.json` that differ: `name`, `left`, `right`; None if a side lacks it."""
-    mine, theirs = (dict(flat_fields(json.loads(run.config_file.read_bytes()))) for run in (left, right))
+    mine, theirs = (dict(flat_fields(run.record.read())) for run in (left, right))
     names = [*mine, *(name for name in theirs if name not in mine)]
     return [
         {"name": name, "left": mine.get(name), "right": theirs.get(name)}

@@ -196,9 +196,9 @@ class View:
             return []
         processes = []
         for file in sorted(self.run.processes.glob("*.json")):
-            heartbeat = self.run.heartbeat_of(file.stem)
+            heartbeat = self.run.place.heartbeat_of(file.stem)
             if heartbeat:
-                alive = self.run.is_alive(file.stem)
+                alive = self.run.place.is_alive(file.stem)
                 processes.append({**heartbeat, "name": file.stem, "seen": heartbeat.get("time"), "alive": alive})
         return processes
 

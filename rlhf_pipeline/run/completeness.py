@@ -78,7 +78,7 @@ def clear_failed_start(run: RunFolder) -> None:
     tidy(run.path)
     for file in (run.metrics_file, run.ledger_file, run.choice_table, run.recorded_ledger):
         file.unlink(missing_ok=True)
-    run.config_file.unlink()  # last: after a kill before this, it can be called again
+    run.record.remove()  # last: after a kill before this, it can be called again
 
 
 def check_parts(run: RunFolder) -> None:

@@ -24,13 +24,11 @@ import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from rlhf_pipeline.errors import (
-    RunExistsError,
-)
+from rlhf_pipeline.errors import RunExistsError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, below
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
@@ -39,9 +37,6 @@ from rlhf_pipeline.run.place import place_of
 from rlhf_pipeline.run.processes.heartbeat import try_lock
 from rlhf_pipeline.run.record import RunConfig, RunRecord
 from rlhf_pipeline.run.rows import StepRows
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +70,6 @@ class RunFolder:
         self.checkpoints = self.path / filenames.CHECKPOINTS
         self.metrics_file = self.path / filenames.METRICS
         self.ledger_file = self.path / filenames.LEDGER
-        self.config_file = self.path / filenames.CONFIG
         self.log_file = self.path / filenames.LOG
         self.supervisor_log = self.path / filenames.SUPERVISOR_LOG
         self.logger_files = self.path / filenames.LOGS
@@ -175,18 +169,6 @@ class RunFolder:
         """
         self.place.keep(path.relative_to(self.path).as_posix())
 
-    def heartbeat_of(self, name: str) -> dict[str, Any]:
-        """Return the last report of a process of the run about itself; empty if there is none."""
-        return self.place.heartbeat_of(name)
-
-    def is_alive(self, name: str) -> bool:
-        """Return whether a process of this name is working on the run."""
-        return self.place.is_alive(name)
-
-    def living(self) -> set[str]:
-        """Return the names of the processes that are working on the run."""
-        return self.place.living()
-
     def drop(self, path: Path) -> None:
         """Remove a sealed folder for all processes, after this process has removed its own."""
         self.place.drop(path.relative_to(self.path).as_posix())
@@ -208,10 +190,6 @@ class RunFolder:
     def is_of_several(self) -> bool:
         """Whether the run has several processes: then it counts the rollouts that its collectors stored."""
         return self.place.has(filenames.ROLLOUTS)
-
-    # Checks
-
-    # Its record
 
     @property
     def next_step(self) -> int:
@@ -249,8 +227,8 @@ class RunFolder:
 
     def in_use_since(self) -> float | None:
         """Return since when one process has the run for itself, in seconds since 1970; None if none has."""
-        if self.is_alive(ALONE):
-            return self.heartbeat_of(ALONE).get("started", 0.0)
+        if self.place.is_alive(ALONE):
+            return self.place.heartbeat_of(ALONE).get("started", 0.0)
         try:
             with (self.path / filenames.LOCK).open(encoding="utf-8") as file:
                 return None if try_lock(file, shared=True) else os.fstat(file.fileno()).st_mtime
@@ -260,18 +238,14 @@ class RunFolder:
     @contextmanager
     def _alone(self, advice: str) -> Iterator[None]:
         """Hold the run where others share no lock with this process: at a URL they have leases."""
-        with self.lease(ALONE):
-            at_work = self.living() - {ALONE}
+        with self.place.lease(ALONE):
+            at_work = self.place.living() - {ALONE}
             if at_work:
                 raise RunExistsError(
                     f"the run {self.address} is in use by its own processes ({', '.join(sorted(at_work))}). {advice} "
                     "(At a URL a killed process counts as running until its lease ends.)"
                 )
             yield
-
-    def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Hold a name on every machine, if the run is at a URL; see `Mirror.lease`."""
-        return self.place.lease(name, wait_s=wait_s)
 
     @contextmanager
     def setup_lock(self) -> Iterator[None]:

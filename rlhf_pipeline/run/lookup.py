@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from pathlib import Path
 
 from rlhf_pipeline.errors import MissingPathError, typed
@@ -16,13 +14,7 @@ from rlhf_pipeline.run.place import is_store, not_found
 
 def is_run(path: Address) -> bool:
     """Return True if a run was started in this folder, or at this URL; a model's folder has a `config.json` too."""
-    run = RunFolder(path)
-    if not run.record.exists:
-        return False
-    with suppress(ValueError):  # one that is damaged is a run's: who opens it says so
-        recorded = json.loads(run.config_file.read_bytes())
-        return isinstance(recorded, dict) and ("pipeline" in recorded or "format" in recorded)
-    return True
+    return RunFolder(path).record.is_of_run
 
 
 def run_of_store(store: Address) -> Address | None:

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -88,8 +89,18 @@ class RunRecord:
             self._place.bring(filenames.CONFIG)
         return self._file.is_file()
 
+    @property
+    def is_of_run(self) -> bool:
+        """Whether the file records a run, damaged or not; a model's folder has a `config.json`, too."""
+        if not self.exists:
+            return False
+        with suppress(ValueError):
+            recorded = json.loads(self._file.read_bytes())
+            return isinstance(recorded, dict) and ("pipeline" in recorded or "format" in recorded)
+        return True
+
     def read(self) -> dict[str, Any]:
-        """Return the content of the record.
+        """Return the content of the record, without its checksum.
 
         Raises:
             MissingPathError: there is no run.
@@ -213,6 +224,10 @@ class RunRecord:
             return self._place.keep_first(filenames.CONFIG)
         self._place.keep(filenames.CONFIG)
         return True
+
+    def remove(self) -> None:
+        """Remove this process's file of the record."""
+        self._file.unlink()
 
 
 def checksum_of(content: Mapping[str, Any]) -> int:

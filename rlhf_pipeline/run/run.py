@@ -128,8 +128,10 @@ class Run(Setup):
     def _check_folder(self) -> None:
         folder = RunFolder(self.run_dir)
         option = "--run" if self.joins else "--out"
-        if not folder.place.is_remote and folder.is_alive(ALONE):  # said again under the lock, but that is after torch
-            pid = folder.heartbeat_of(ALONE).get("pid", "unknown")
+        if not folder.place.is_remote and folder.place.is_alive(
+            ALONE
+        ):  # said again under the lock, but that is after torch
+            pid = folder.place.heartbeat_of(ALONE).get("pid", "unknown")
             advice = "Stop that first, or choose another folder with --out."
             raise RunExistsError(f"the run {self.run_dir} is in use by process {pid}. {advice}")
         check_free_or_recorded(folder, resume=self.resume, again=self.again, option=option)

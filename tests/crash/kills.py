@@ -274,7 +274,7 @@ def differences(killed: Path, straight: Path) -> Iterator[str]:
         ids, numbers = set(ours.ids().tolist()), ours.read_scalars("trajectory_id").tolist()
         if len(set(numbers)) < len(numbers):
             yield "a trajectory was stored twice"
-        if found.config_file.exists() and found.config.pipeline["buffer"]["max_trajectories"] is None:
+        if found.record.exists and found.config.pipeline["buffer"]["max_trajectories"] is None:
             lost = {row for line in found.ledger for row in line["row_ids"]} - ids
             if lost:
                 yield f"the ledger names rows that the store has not: {sorted(lost)[:4]}"

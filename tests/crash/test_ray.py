@@ -119,7 +119,7 @@ def test_two_learners_on_ray_of_which_one_is_killed_learn_like_one(tmp_path, mon
     driver = children.python("-m", "rlhf_pipeline", *command, name="driver")
 
     def learner() -> int | None:
-        pid = run.heartbeat_of("supervisor").get("processes", {}).get("learner-1")
+        pid = run.place.heartbeat_of("supervisor").get("processes", {}).get("learner-1")
         return pid if run.record.exists and run.rows(run.metrics_file).last_step >= 3 else None
 
     os.kill(driver.until(learner, seconds=LATE_S, every=0.2) or 0, signal.SIGKILL)

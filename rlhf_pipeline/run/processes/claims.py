@@ -220,7 +220,7 @@ class FolderClaims(Claims):
         for file in self._folder.glob("*.json"):
             with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
                 note = json.loads(file.read_bytes())
-                if note["pid"] == holder(self._run.processes, file.stem) and self._run.is_alive(file.stem):
+                if note["pid"] == holder(self._run.processes, file.stem) and self._run.place.is_alive(file.stem):
                     versions[note["rollout"]] = note["version"]
         return versions
 

@@ -148,7 +148,7 @@ class _Worker:
                 pause, last_published, ask_at = Pause(patience_s), published, 0.0
             claims, number = self.claims, None
             if published is not None and published.finished is not None:
-                if not self.run.is_alive("learner"):
+                if not self.run.place.is_alive("learner"):
                     return "finished"
                 # It is about to leave, or it was restarted to take more steps and will publish that soon.
             elif published is not None and time.monotonic() >= ask_at:

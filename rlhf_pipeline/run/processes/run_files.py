@@ -101,12 +101,12 @@ def at_work(
     with ExitStack() as resources:
         if name is not None:
             resources.enter_context(process_lock(run.processes, name, wait_s=wait_s))
-            resources.enter_context(run.lease(name, wait_s=_LEAVES_IN_S))
+            resources.enter_context(run.place.lease(name, wait_s=_LEAVES_IN_S))
         for number in itertools.count() if name is None else ():
             # Tried instead of looked up, because other processes may be starting at the same time.
             with suppress(RunExistsError), ExitStack() as tried:
                 tried.enter_context(process_lock(run.processes, f"collector-{number}"))
-                tried.enter_context(run.lease(f"collector-{number}"))
+                tried.enter_context(run.place.lease(f"collector-{number}"))
                 resources.push(tried.pop_all())
                 name = f"collector-{number}"
                 break
@@ -131,7 +131,7 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
 
 def say_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
     """Report that the learner waits for something if no collector is alive."""
-    if not run.living() - {"learner", "supervisor"}:
+    if not run.place.living() - {"learner", "supervisor"}:
         command = f"rlhf-pipeline collect --run {typed(run.address)}"
         tell(on_event, f"the learner waits for {what}, and no collector is alive. Start one: {command}")
 

@@ -117,7 +117,7 @@ def read_published(run: RunFolder) -> Published | None:
 def reopen(run: RunFolder) -> None:
     """Withdraw the published end of a run, so that collectors do not leave before its restarted learner is ready."""
     published = read_published(run)
-    if published is not None and published.finished is not None and not run.is_alive("learner"):
+    if published is not None and published.finished is not None and not run.place.is_alive("learner"):
         publish(run, replace(published, finished=None), save=None)
         run.flush()
 
