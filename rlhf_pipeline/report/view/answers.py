@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError, PipelineError
+from rlhf_pipeline.report.notes import Notes
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.status import status
-from rlhf_pipeline.report.view.notes import Notes
 from trajectory_store import StoreError
 
 Query = Mapping[str, Sequence[str]]

@@ -27,9 +27,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError, PipelineError
 from rlhf_pipeline.exchange.exporter import export_store
+from rlhf_pipeline.report.notes import Notes
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.report.view.answers import answer, exported, view_of
-from rlhf_pipeline.report.view.notes import Notes
 from trajectory_store import MissingRowError, StoreError
 
 HOST: Final = "127.0.0.1"
