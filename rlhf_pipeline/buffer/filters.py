@@ -24,9 +24,9 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
     Args:
         store: an open store.
         conditions: as `TrajectoryStore.where` takes them: a column, `>= <= == = != > < ~` and a value, or an expression
-            in Python's words: see `trajectory_store.where.evaluate`. Names are, besides the columns: `num_tokens` and
-            `num_completion_tokens` (those of the policy); `reward`, `version`, `group` and `date` for task_reward,
-            policy_version, group_id and created_at.
+            in Python's words: see `trajectory_store.where.evaluate`. Names are, besides the columns: `id`, that
+            of the row; `num_tokens` and `num_completion_tokens` (those of the policy); `reward`, `version`, `group` and
+            `date` for task_reward, policy_version, group_id and created_at.
         ids: of these, [N] int64; None for all, in the order of arrival.
 
     Raises:
@@ -83,5 +83,5 @@ DERIVED: Final[Mapping[str, Callable[[TrajectoryStore, Ids], Ids]]] = {
     "num_completion_tokens": num_completion_tokens,
 }
 
-NAMES: Final[Mapping[str, str | Callable[[Any, Ids], Ids]]] = {**SHORT, **DERIVED}
+NAMES: Final[Mapping[str, str | Callable[[Any, Ids], Ids]]] = {**SHORT, **DERIVED, "id": lambda store, ids: ids}
 """What a condition may name besides columns."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.report.scans import MatchingRows
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.rows import append_line, line_of
 
 _MOST: Final = 10_000
 """Characters of a note."""
+_CONDITION: Final = re.compile(r'\s*(label|noted)\s*(==|=|!=)\s*("(?:[^"\\]|\\.)*"|[^\s"]+)\s*\Z')
 
 
 class Notes:
@@ -40,6 +46,37 @@ class Notes:
             note = json.loads(line)
             notes[note["id"]] = {"text": note["text"], "labels": note["labels"]}
         return {row: note for row, note in notes.items() if note["text"] or note["labels"]}
+
+    def counts(self, rows: MatchingRows) -> list[tuple[str, str, int]]:
+        """Return how many of some trajectories have a note, and each label: a name, the condition, the number."""
+        notes = self.read()
+        noted = np.asarray([int(row) for row in notes], np.int64)
+        present = [str(row) for ids in rows.parts() for row in noted[np.isin(noted, ids)].tolist()] if notes else []
+        labels = Counter(label for row in present for label in dict.fromkeys(notes[row]["labels"]))
+        counted = [("noted", "noted==true", len(present))] if present else []
+        for label, num in labels.most_common():
+            counted.append((f"label {label}", f"label=={json.dumps(label, ensure_ascii=False)}", num))
+        return counted
+
+    def resolved(self, condition: str) -> str:
+        """Return a condition on `label` or `noted` as one on the ids of trajectories; any other condition unchanged.
+
+        >>> import tempfile
+        >>> notes = Notes(Path(tempfile.mkdtemp()) / "run")
+        >>> notes.write("17", {"text": "loops", "labels": ["bad"]})
+        >>> notes.resolved('label=="bad"'), notes.resolved("noted==false"), notes.resolved("reward>0")
+        ('id in (17,)', 'not id in (17,)', 'reward>0')
+        """
+        match = _CONDITION.match(condition)
+        if match is None:
+            return condition
+        name, sign, text = match.groups()
+        word = json.loads(text) if text.startswith('"') else text
+        if name == "noted" and word.lower() not in ("true", "false"):
+            raise DefinitionError(f"noted is true or false, got {word!r}.")
+        rows = [row for row, note in self.read().items() if name == "noted" or word in note["labels"]]
+        is_negated = (sign == "!=") != (name == "noted" and word.lower() == "false")
+        return f"{'not ' * is_negated}id in ({''.join(f'{row},' for row in rows)})"
 
     def write(self, row: str, note: Mapping[str, Any]) -> None:
         """Record a note; an empty one removes it.

@@ -26,6 +26,7 @@ from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.causes import Causes, cause_of, messages
 from rlhf_pipeline.report.figures import figure_of
+from rlhf_pipeline.report.notes import Notes
 from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, values_of
 from rlhf_pipeline.report.scans import MatchingRows, all_rows, by_version, page_of, rows_with, text_counts
 from rlhf_pipeline.report.steps import groups_of, num_groups, uses_of
@@ -295,7 +296,7 @@ class View:
         Args:
             text: only rows whose text has this, ASCII letters of either case.
             column: `completion` or `prompt`, where `text` is looked for.
-            where: conditions, as `select` reads them.
+            where: conditions, as `select` reads them; `label==NAME` and `noted==true` are on the notes beside the run.
             sort: `id` or a field with a number, `-` before it for the largest first; rows without a value come last.
             offset: leave out so many.
             limit: return at most so many, up to `MOST_ROWS`.
@@ -304,7 +305,7 @@ class View:
             columns: fields whose values the rows have besides.
             prompt_of: only rows of the same prompt as this trajectory.
         """
-        stored, among = self.stored, self._rows(snapshot)
+        stored, among, where = self.stored, self._rows(snapshot), self._resolved(where)
         if text and (column not in ("completion", "prompt") or column not in stored.columns):
             raise MissingKeyError(f"{self.name} has no text column '{column}' to search in.")
         if text:
@@ -349,12 +350,19 @@ class View:
         self, where: Sequence[str], *, text: str = "", column: str = "completion", prompt_of: int | None = None
     ) -> list[str]:
         """Return the conditions, as `select` reads them, that choose what `trajectories` shows."""
-        conditions = [*where]
+        conditions = self._resolved(where)
         if text:
             conditions.append(condition_on(column, "~", text))
         if prompt_of is not None:
             conditions.append(condition_on("prompt", "==", self._prompt_of(prompt_of).decode()))
         return conditions
+
+    def _resolved(self, where: Sequence[str]) -> list[str]:
+        """Return conditions as `select` reads them: those on notes are conditions on the ids of the noted rows."""
+        if {"label", "noted"}.intersection(self.stored.columns):
+            return [*where]
+        notes = Notes(self.address)
+        return [notes.resolved(condition) for condition in where]
 
     def _meeting(self, where: Sequence[str], prompt_of: int | None, among: MatchingRows) -> MatchingRows:
         if where:
@@ -713,7 +721,7 @@ class View:
     def stats(self, where: Sequence[str] = ()) -> Answer:
         """Return counts, rewards and lengths of the trajectories that meet conditions."""
         stored = self.stored
-        among = self._meeting(where, None, all_rows(stored))
+        among = self._meeting(self._resolved(where), None, all_rows(stored))
 
         def gathered(name: str) -> npt.NDArray[Any] | None:
             return among.gathered(lambda ids: stored.store.read_scalars(name, ids)) if name in stored.columns else None
@@ -771,7 +779,7 @@ class View:
 
         With a text, of those that its search has found so far.
         """
-        among = self._rows(snapshot)
+        among, where = self._rows(snapshot), self._resolved(where)
         if text:
             among = self._search(text, column, where, prompt_of, among, snapshot).matches
         else:
@@ -796,6 +804,9 @@ class View:
             for name, num in reasons
             if name
         ]
+        if not {"label", "noted"}.intersection(self.stored.columns):
+            noted = Notes(self.address).counts(among)
+            counted += [{"name": name, "where": condition, "num": num} for name, condition, num in noted]
         return {"kinds": [kind for kind in counted if kind["num"]]}
 
     def list(self, name: str, *, cause: str = "", offset: int = 0) -> Answer:

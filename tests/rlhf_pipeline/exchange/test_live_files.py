@@ -31,7 +31,7 @@ def current(store: Path, column: str, *, graded: bool) -> Counter[str]:
 
 NAMES = (*STREAMS, *TOOLS, *TRIALS)
 SWEEPS = [pytest.param(name, rounds, seed, marks=marks)
-          for rounds, seeds, marks in ((12, (1,), ()), (100, (2, 3), (pytest.mark.nightly,)))
+          for rounds, seeds, marks in ((12, (1,), ()), (100, (2, 3), (pytest.mark.nightly, pytest.mark.timeout(1800))))
           for name in NAMES for seed in seeds]  # fmt: skip
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.cli.view import distinct_names
+from rlhf_pipeline.errors import DefinitionError
+from rlhf_pipeline.report.notes import Notes
 from rlhf_pipeline.report.query import View
 from tests.rlhf_pipeline.report.conftest import write_run
 from tests.rlhf_pipeline.report.view.conftest import go, opened, served, serving
@@ -80,6 +82,42 @@ def test_every_chip_selects_what_it_counts(odd: Path):
         for kind in kinds:
             assert len(select(view.stored.store, [kind["where"]])) == kind["num"], kind
         assert view.trajectories(where=view.matching([], text='say "x"', column="prompt"))["matched"] == 0
+
+
+def test_notes_are_conditions(odd: Path, tmp_path: Path):
+    """Each label, and any note, has a chip; pages, exports and figures have the rows; a column of the name wins."""
+    shutil.copytree(odd, store := tmp_path / "store")
+    notes = Notes(store)
+    with TrajectoryStore.open(store, mode="r") as opened:
+        first, second, third = map(str, opened.ids()[[1, 2, 7]].tolist())
+    notes.write(first, {"text": "", "labels": ['say "x", twice', "bad"]})
+    notes.write(second, {"text": "look", "labels": ["bad"]})
+    notes.write(third, {"text": "only a text", "labels": []})
+    with closing(View(store)) as view:
+        kinds = {
+            kind["name"]: kind for kind in view.facets()["kinds"] if "note" in kind["name"] or "label" in kind["name"]
+        }
+        expected = {"noted": [third, second, first], "label bad": [second, first], 'label say "x", twice': [first]}
+        assert kinds.keys() == expected.keys()
+        for name, rows in expected.items():
+            kind = kinds[name]
+            found = view.trajectories(where=[kind["where"]])
+            assert [row["id"] for row in found["rows"]] == rows
+            assert kind["num"] == found["matched"] == len(rows)
+            conditions = view.matching([kind["where"]])
+            assert sorted(select(view.stored.store, conditions).tolist()) == sorted(map(int, rows))
+        others = view.trajectories(where=["label != bad", "noted=true"])
+        assert [row["id"] for row in others["rows"]] == [third]
+        assert view.trajectories(where=["label==unknown"])["matched"] == 0
+        assert view.facets(["label==bad"])["kinds"][-2] == {"name": "label bad", "where": 'label=="bad"', "num": 2}
+        with pytest.raises(DefinitionError, match="noted is true or false, got '3'"):
+            view.trajectories(where=["noted==3"])
+        notes.write(second, {"text": "", "labels": []})
+        assert view.trajectories(where=["label==bad"])["matched"] == 1  # as the file is now
+    with TrajectoryStore.open(store, mode="a", add_columns=[Column("label", "str", fill="")]):
+        pass
+    with closing(View(store)) as view:
+        assert view.trajectories(where=["label==bad"])["matched"] == 0
 
 
 def test_names_tell_runs_apart():
@@ -225,6 +263,10 @@ def test_a_note_is_kept_beside_the_run(browser: Any, tmp_path: Path):
         page.wait_for_selector("form.note", state="attached")
         assert page.input_value("[name=text]") == "says the same twice"
         assert page.locator("summary .chip").all_inner_texts() == ["loops", "<b>odd</b>"]
+        go(page, url, "0/trajectories")
+        page.click(".chips a:has-text('label <b>odd</b>')")
+        page.wait_for_selector("[role=status]:has-text('1 of')")
+        assert page.locator("a.row").all_inner_texts() == ["3"]
         assert wrong == []
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     last = json.loads((tmp_path / "run.notes.jsonl").read_text().splitlines()[-1])
