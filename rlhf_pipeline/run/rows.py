@@ -367,7 +367,7 @@ def without_nulls(row: Mapping[str, object]) -> Row:
     >>> without_nulls({"step": 1, "loss": 0.5, "kl_coef": None, "grad_norm": float("nan")})
     {'step': 1, 'loss': 0.5}
     """
-    return {name: value for name, value in row.items() if _plain(value) is not None}
+    return {name: figure for name, figure in row.items() if _plain(figure) is not None}
 
 
 def line_of(row: Mapping[str, object]) -> bytes:
