@@ -527,13 +527,24 @@ class Blocks(NamedTuple):
 
     def crcs(self, raw: npt.NDArray[np.uint8], itemsize: int, first: int = 0) -> list[int]:
         """Return the CRC32C of each block of the bytes that begin with block `first`."""
-        size = self.size * itemsize
-        lead = size if first else size - (self.start - self.origin) * itemsize
-        if len(raw) <= lead:
-            return [crc32c(raw)] if len(raw) else []
-        whole = len(raw) - (len(raw) - lead) % size
-        crcs = [crc32c(raw[:lead]), *map(crc32c, raw[lead:whole].reshape(-1, size))]
-        return crcs if whole == len(raw) else [*crcs, crc32c(raw[whole:])]
+        return block_crcs(raw, self.size * itemsize, 0 if first else (self.start - self.origin) * itemsize)
+
+
+def block_crcs(raw: npt.NDArray[np.uint8], size: int, absent: int = 0) -> list[int]:
+    """Return the CRC32C of each block of `size` bytes; the first lacks some, and the last may be shorter."""
+    length, lead = len(raw), size - absent
+    if length <= lead:
+        return [crc32c(raw)] if length else []
+    whole = length - (length - lead) % size
+    crcs = [crc32c(raw[:lead]), *map(crc32c, raw[lead:whole].reshape(-1, size))]
+    if whole < length:
+        crcs.append(crc32c(raw[whole:]))
+    return crcs
+
+
+def pages_per_block(meta: SegmentMeta, num_bytes: int) -> int:
+    """Return the size of a block where a commit wrote so many bytes to an array, in pages."""
+    return 1 if num_bytes > SMALL_PART or meta.merged or meta.version == OLDEST_VERSION else SMALL_BLOCKS
 
 
 def blocks_of(meta: SegmentMeta, layout: tuple[int, int], start: int, stop: int, before: int = 0) -> Blocks:
@@ -546,12 +557,10 @@ def blocks_of(meta: SegmentMeta, layout: tuple[int, int], start: int, stop: int,
         stop: one past the last element.
         before: the blocks of the commit before these.
     """
-    itemsize, size = layout
-    if meta.version == OLDEST_VERSION:
-        return Blocks(start, stop, size, start, before)
-    if (stop - start) * itemsize <= SMALL_PART and not meta.merged:
-        size *= SMALL_BLOCKS
-    return Blocks(start, stop, size, start - start % size, before)
+    itemsize, page = layout
+    size = page * pages_per_block(meta, (stop - start) * itemsize)
+    origin = start if meta.version == OLDEST_VERSION else start - start % size
+    return Blocks(start, stop, size, origin, before)
 
 
 def to_hex(crcs: Iterable[int]) -> str:

@@ -34,7 +34,7 @@ from trajectory_store.format import (
     Log,
     Record,
     SegmentMeta,
-    blocks_of,
+    block_crcs,
     checks_cap,
     checks_path,
     chunk_path,
@@ -48,6 +48,7 @@ from trajectory_store.format import (
     pack,
     pack_mark,
     page_elements,
+    pages_per_block,
     parse,
     parse_mark,
     segment_name,
@@ -318,7 +319,8 @@ class LocalWriter(SegmentWriter):
         self._opened[CHECKS] = fs.OpenFile(checks_path(folder), os.O_WRONLY)
         self._fds = {name: file.fd for name, file in self._opened.items()}
         self._checks_end = 0
-        self._layouts = {name: (spec.itemsize, page_elements(spec)) for name, spec in self.specs.items()}
+        self._sizes = {name: (spec.itemsize, spec.itemsize * page_elements(spec)) for name, spec in self.specs.items()}
+        """Per array, the bytes of an element and of a page."""
         self._pid = os.getpid()
         self._synced = 0
         self._failed = False
@@ -386,11 +388,10 @@ class LocalWriter(SegmentWriter):
                     values, start = values[1:] + start, self.rows + 1
                     ends[spec.axis] = int(values[-1])
             if len(values):
-                raw, layout = values.view(np.uint8), self._layouts[name]
-                itemsize = layout[0]
-                fs.pwrite(self._fds[name], raw, start * itemsize)
-                blocks = blocks_of(self.meta, layout, start, start + len(raw) // itemsize)
-                crcs += blocks.crcs(raw, itemsize)  # after the write: now it is in the cache
+                raw, (itemsize, page) = values.view(np.uint8), self._sizes[name]
+                place, size = start * itemsize, page * pages_per_block(self.meta, len(raw))
+                fs.pwrite(self._fds[name], raw, place)
+                crcs += block_crcs(raw, size, place % size)  # after the write: now it is in the cache
         checks = struct.pack(f"<{len(crcs)}I", *crcs)
         fs.pwrite(self._fds[CHECKS], checks, 4 * self._checks_end)
         return ends, crc32c(checks), self._checks_end + len(crcs)
