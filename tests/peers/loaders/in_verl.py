@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "1"}
+# A busy machine starts a raylet more slowly than the 30 s that Ray waits.
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "1", "RAY_raylet_start_wait_time_s": "300"}
 
 import ray
 import torch
