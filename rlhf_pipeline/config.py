@@ -386,6 +386,16 @@ class WritePath(Settings):
         help="Seconds from a group's first member until it may close early; None for never. Needs `min_group_size`.",
     )
 
+    @property
+    def drops_groups(self) -> bool:
+        """Whether groups without spread are left out of the store."""
+        return self.zero_variance == "drop"
+
+    @property
+    def marks_groups(self) -> bool:
+        """Whether groups without spread are stored with a priority of 0, so that samplers skip them."""
+        return self.zero_variance == "mark"
+
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (
@@ -1233,8 +1243,7 @@ class Pipeline(Settings):
                 "evaluate needs a reward function, with replay as well.",
             ),
             (
-                self.curriculum is None
-                or (room is None and self.collect.dynamic == 1 and self.write.zero_variance != "drop"),
+                self.curriculum is None or (room is None and self.collect.dynamic == 1 and not self.write.drops_groups),
                 "a curriculum follows the success of every group, and buffer.max_trajectories, collect.dynamic and "
                 "write.zero_variance=drop each leave groups out of the store. Leave them out, or prompts.curriculum.",
             ),

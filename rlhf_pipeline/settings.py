@@ -21,7 +21,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -32,12 +32,13 @@ _KEY = "setting"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """The bounds of a number. Floats must always be finite."""
+    """The bounds of a number; a float must be finite unless `finite` is False."""
 
     min: float | None = None
     max: float | None = None
     above: float | None = None
     below: float | None = None
+    finite: bool = True
 
     def hold(self, value: float) -> bool:
         """Return True if `value` is within the bounds."""
@@ -70,6 +71,7 @@ def setting(
     max: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    finite: bool = True,
     factory: Callable[[], Any] | None = None,
 ) -> Any:
     """Declare a field of a `Settings` dataclass.
@@ -81,9 +83,12 @@ def setting(
         max: the largest value.
         above: an exclusive lower bound.
         below: an exclusive upper bound.
+        finite: False accepts infinite numbers.
         factory: makes the default if it is a group of settings.
     """
-    declared = _Declared(help=" ".join(help.split()), bounds=Bounds(min=min, max=max, above=above, below=below))
+    declared = _Declared(
+        help=" ".join(help.split()), bounds=Bounds(min=min, max=max, above=above, below=below, finite=finite)
+    )
     defaults: dict[str, Any] = {"default_factory": factory} if factory is not None else {"default": default}
     return dataclasses.field(metadata={_KEY: declared}, **defaults)
 
@@ -186,7 +191,8 @@ class Setting:
             if is_bool or not isinstance(value, numbers.Real):
                 return _UNFIT
             number = float(value)
-            return number if math.isfinite(number) and self.bounds.hold(number) else _UNFIT
+            is_valid = math.isfinite(number) or not (self.bounds.finite or math.isnan(number))
+            return number if is_valid and self.bounds.hold(number) else _UNFIT
         if not isinstance(option, type):
             return value if callable(value) else _UNFIT
         if getattr(option, "_is_protocol", False):
@@ -211,19 +217,24 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def extended(settings: Settings, kind: type[S], **changes: Any) -> S:
-    """Return settings as a `kind`, a class that adds fields to theirs, with changes."""
-    values = {item.name: getattr(settings, item.name) for item in settings_of(type(settings))}
-    return kind(**(values | changes))
+    """Return settings as a `kind`, a class that may add fields to theirs, with changes.
+
+    None is the default of a setting that cannot be None, as in TorchRL's signatures.
+    """
+    values = {item.name: getattr(settings, item.name) for item in settings_of(type(settings))} | changes
+    unset = [item for item in settings_of(kind) if values.get(item.name, item) is None]
+    return kind(**values | {item.name: item.default for item in unset if type(None) not in _options(item.hint)})
 
 
 def lists_settings(
-    kind: type[Settings], defaults: Mapping[str, Any] | None = None
+    kind: type[Settings], defaults: Mapping[str, Any] | None = None, *, without: Collection[str] = ()
 ) -> Callable[[Constructor], Constructor]:
     """Give a constructor that takes settings by keyword a signature that lists them, for `help` and `inspect`.
 
     Args:
         kind: the settings.
         defaults: further keywords, and defaults that are not those of the settings.
+        without: settings that the constructor does not take by keyword.
     """
 
     def with_signature(constructor: Constructor) -> Constructor:
@@ -233,7 +244,7 @@ def lists_settings(
         listed += [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
             for name, default in keywords.items()
-            if name not in signature.parameters
+            if name not in {*signature.parameters, *without}
         ]
         cast(Any, constructor).__signature__ = signature.replace(parameters=listed)
         return constructor

@@ -169,7 +169,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def batch_groups(self) -> int | None:
         """The number of groups that the write path writes together, as one batch; None if each is written alone."""
         advantage = self._advantage()
-        return None if advantage is None else advantage.batch_groups
+        return None if advantage is None else advantage.settings.batch_groups
 
     def append_transform(self, transform: Transform, *, invert: bool = False) -> TrajectoryReplayBuffer:
         """Add a transform to the write path, which runs from the last transform to the first.
@@ -564,7 +564,7 @@ def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
 
 
 def _needs_steps(transform: Transform) -> bool:
-    return isinstance(transform, MCAdvantage) and transform.trajectory_return != "sum"
+    return isinstance(transform, MCAdvantage) and transform.settings.reads_steps
 
 
 def _count(ids: Ints, uses: Any) -> Ints:

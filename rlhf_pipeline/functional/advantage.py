@@ -26,7 +26,6 @@ __all__ = [
     "estimator_of",
     "group_advantage",
     "penalty_rounding",
-    "takes_rewards",
     "turn_advantage",
     "whitened_step_rewards",
 ]
@@ -389,11 +388,6 @@ def checked_estimator(
     with tried(f"write.estimator {function_name(estimator)}", f"groups of 3 and 2. {contract}"):
         group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths, named=components)
     return estimator
-
-
-def takes_rewards(estimator: str | EstimatorFunction) -> bool:
-    """Return whether an estimator takes the named rewards one by one."""
-    return estimator_of(estimator).by_reward
 
 
 def _asks_for(estimator: EstimatorFunction) -> tuple[str, ...]:

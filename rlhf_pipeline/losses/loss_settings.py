@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_pipeline.config import GRPO
@@ -123,8 +123,8 @@ _PAIRS = {
     "sapo_tau": ("sapo_tau_positive", "sapo_tau_negative"),
     "icepop": ("icepop_low", "icepop_high"),
 }
-_DEFAULTS = {item.name: item.default for item in settings_of(LossSettings)}
-KEYWORDS = frozenset({*_DEFAULTS, *TORCHRL_DEFAULTS, *_RENAMED, *_PAIRS, "icepop_level"})
+_NAMES = [item.name for item in settings_of(LossSettings)]
+KEYWORDS = frozenset({*_NAMES, *TORCHRL_DEFAULTS, *_RENAMED, *_PAIRS, "icepop_level"})
 """What `GRPOLoss` takes by name: every setting, in TorchRL's spelling too."""
 
 _REFUSED = {
@@ -181,7 +181,7 @@ def changed(settings: LossSettings, keywords: Mapping[str, Any]) -> LossSettings
             "kl_estimator='k1' as a loss has an expected gradient of zero, so it would do nothing but add noise. "
             "Put k1 in the reward (KLRewardTransform), or use 'k3+' or 'k2' here."
         )
-    return replace(settings, **{name: _DEFAULTS[name] if value is None else value for name, value in fields.items()})
+    return extended(settings, LossSettings, **fields)
 
 
 def clip_settings(clip_epsilon: float | tuple[float, float], objective: Any = "grpo") -> dict[str, Any]:

@@ -32,7 +32,7 @@ from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.prompts import Mix, skips_too_long
 from rlhf_pipeline.data.rewards import as_column
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, estimator_of
+from rlhf_pipeline.functional.advantage import estimator_of
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
@@ -236,9 +236,7 @@ def build_learner(
         max_completion_tokens=pipeline.longest_completion,
         ledger=ledger,
         seed=seed,
-        may_be_empty=pipeline.replay is None or pipeline.write.zero_variance == "drop"
-        if may_be_empty is None
-        else may_be_empty,
+        may_be_empty=pipeline.replay is None or pipeline.write.drops_groups if may_be_empty is None else may_be_empty,
         reference=reference,
         shards=shards,
         check_sampler=check_sampler,
@@ -260,15 +258,10 @@ def build_parts(
     """Open or create the store and build everything that uses it; close the store at the end."""
     advantage = MCAdvantage(
         pipeline.collect.group_size,
-        estimator=pipeline.write.estimator,
-        turn_discount=pipeline.write.turn_discount,
-        episode_return=pipeline.write.episode_return,
+        settings=pipeline.write,
         rewards=pipeline.reward_weights,
-        batch_groups=pipeline.collect.prompts_per_rollout if pipeline.write.estimator in BATCH_ESTIMATORS else None,
+        batch_groups=pipeline.collect.prompts_per_rollout if estimator_of(pipeline.write.estimator).by_batch else None,
         scored_in=models.policy.head_weight.dtype,
-        zero_variance=pipeline.write.zero_variance,
-        min_group_size=pipeline.write.min_group_size,
-        group_timeout_s=pipeline.write.group_timeout_s,
     )
     kl_reward = _kl_reward(pipeline.write)
     retrieve = RetrieveLogProb(models.reference) if models.reference is not None else None

@@ -41,11 +41,9 @@ from rlhf_pipeline.data.keys import (
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import (
-    BATCH_ESTIMATORS,
     NamedRewards,
     estimator_of,
     group_advantage,
-    takes_rewards,
 )
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler, tell
@@ -143,7 +141,7 @@ class Gatherer:
         self.target = target
         self.limits = limits
         self.on_event = on_event
-        self._by_reward = takes_rewards(pipeline.write.estimator)
+        self._entry = estimator_of(pipeline.write.estimator)
 
     def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
         """Gather what is still missing."""
@@ -163,7 +161,7 @@ class Gatherer:
                 if time.monotonic() >= next_word:
                     next_word = time.monotonic() + _SAY_EVERY_S
                     tell(self.on_event, f"gathered {end:,} of {total:,} trajectories ...", level="progress")
-        if self.pipeline.write.estimator in BATCH_ESTIMATORS:
+        if self._entry.by_batch:
             self._normalise()
         return self._counts()
 
@@ -196,11 +194,11 @@ class Gatherer:
 
     def _reward_columns(self) -> list[str]:
         """Return the columns of the rewards that the estimator takes one by one."""
-        return [reward_column(name) for name in self.pipeline.reward_weights] if self._by_reward else []
+        return [reward_column(name) for name in self.pipeline.reward_weights] if self._entry.by_reward else []
 
     def _named_rewards(self, columns: Mapping[str, npt.NDArray[Any]]) -> NamedRewards | None:
         """Return the rewards of rows one by one, if the estimator takes them."""
-        weights = self.pipeline.reward_weights if self._by_reward else {}
+        weights = self.pipeline.reward_weights if self._entry.by_reward else {}
         if not weights:
             return None
         if missing := [name for name in self._reward_columns() if name not in columns]:
@@ -301,11 +299,11 @@ class Gatherer:
         flags = no_behaviour * 1 + no_reference * 2 + whole * _ADVANTAGE
         batch.put(schema[COMPUTED.name], flags, whole)
         degenerate = values["degenerate"].astype(bool) & whole
-        if self.pipeline.write.estimator == "reinforce_pp":
+        if self._entry.of_batch:
             degenerate[:] = False  # its baseline is the whole set, which may have spread even if a group has none
-        if self.pipeline.write.zero_variance == "drop":
+        if self.pipeline.write.drops_groups:
             keep = ~degenerate
-        elif self.pipeline.write.zero_variance == "mark" and degenerate.any():
+        elif self.pipeline.write.marks_groups and degenerate.any():
             batch.put(schema["priority"], np.where(degenerate, 0.0, values["priority"]), degenerate)
         return keep
 
@@ -343,7 +341,7 @@ class Gatherer:
         how, rewards, name = self.pipeline.write, None, column_name(TURN_ADVANTAGES)
         scores = scores_of(rows, reward, bounds.tolist(), None, eps, how.episode_return).take(torch.from_numpy(members))
         counts = batch.lengths[str(schema[name].axis)] if name in schema else np.zeros(n, np.int64)
-        if estimator_of(how.estimator).by_turn:
+        if self._entry.by_turn:
             of_episodes = np.add.reduceat(counts, bounds[:-1]) if len(ends) < n else counts
             each = np.split(values.get(column_name(TURN_REWARDS), np.empty(0)), of_episodes.cumsum()[:-1])
             rewards = [each[member].tolist() for member in members.tolist()]
@@ -351,10 +349,9 @@ class Gatherer:
         graded = graded_groups(
             scores,
             torch.from_numpy(codes[ends[members]].astype(np.int64)),
-            how.estimator,
+            how,
             None,
             turns=rewards,
-            turn_discount=how.turn_discount,
             named_rewards=self._named_rewards(by_reward),
         )
         if len(ends) < n:

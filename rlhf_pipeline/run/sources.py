@@ -207,7 +207,7 @@ class ArrivedRollouts(_Collected):
         row_ids = row_ids[np.argsort(names, kind="stable")]
         stored = self._waiting.get(index) or self._rollouts.required(index)
         lost = stored.num_trajectories - len(row_ids)
-        if lost > 0 and self._pipeline.buffer.max_trajectories is None and self._pipeline.write.zero_variance != "drop":
+        if lost > 0 and self._pipeline.buffer.max_trajectories is None and not self._pipeline.write.drops_groups:
             tell(
                 self._on_event,
                 f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: a "
@@ -372,7 +372,7 @@ class RecordedVersions(Source):
         versions = np.asarray(store.read_scalars("policy_version"))
         order = np.argsort(versions, kind="stable")
         self._versions, self._rewards = versions[order], store.read_scalars("task_reward")[order]
-        if pipeline.write.zero_variance != "drop":  # else a rollout may have left nothing, even the last one
+        if not pipeline.write.drops_groups:  # else a rollout may have left nothing, even the last one
             self.last = int(self._versions[-1]) + pipeline.learn.steps_per_rollout
             self._check(min(pipeline.learn.steps, self.last), pipeline.max_staleness)
 

@@ -8,8 +8,8 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from rlhf_pipeline.config import WritePath
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
     DEGENERATE,
@@ -46,13 +47,14 @@ from rlhf_pipeline.data.trajectories import (
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import (
     FLOAT32_RESOLUTION,
-    EstimatorFunction,
     NamedRewards,
+    estimator_of,
     group_advantage,
     penalty_rounding,
     turn_advantage,
     whitened_step_rewards,
 )
+from rlhf_pipeline.transforms.advantage_settings import AdvantageSettings
 from rlhf_pipeline.transforms.base import outcomes
 from trajectory_store import BufferPool
 
@@ -105,39 +107,14 @@ class Closed(NamedTuple):
     learned: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRules:
-    """When a group closes, and what becomes of it; what is not listed is an argument of `MCAdvantage`."""
-
-    size: int
-    least: int
-    timeout_s: float | None
-    batch_groups: int | None
-    bounds: tuple[float, float] | None
-    estimator: str | EstimatorFunction
-    zero_variance: str
-    trajectory_return: str | None
-    advantage_key: Key
-    verbose: bool
-    by_turn: bool
-    turn_discount: float
-    by_reward: bool = False
-    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    episode_return: str = "sum"
-
-    def named_rewards(self, members: Sequence[Member]) -> NamedRewards | None:
-        """Return the named rewards of members, if the estimator takes them and there are any."""
-        if not self.by_reward or not self.rewards:
-            return None
-        values = torch.tensor([[*member.named_rewards] for member in members], dtype=torch.float64)
-        return NamedRewards(values.reshape(-1, len(self.rewards)), tuple(self.rewards), tuple(self.rewards.values()))
-
-
 class GroupQueue:
     """Groups that wait for members, in the order in which the first of each arrived."""
 
-    def __init__(self, rules: GroupRules, stats: dict[str, float]) -> None:
-        self.rules = rules
+    def __init__(self, settings: AdvantageSettings, stats: dict[str, float]) -> None:
+        self.settings = settings
+        self.entry = estimator_of(settings.estimator)
+        self.fewest = settings.min_group_size or settings.grpo_size
+        """The members with which a group may close after its timeout."""
         self.stats = stats
         self.waiting: dict[Hashable, list[Member]] = {}
         self.failed: dict[Hashable, int] = {}
@@ -150,10 +127,10 @@ class GroupQueue:
 
     def are_whole(self, arrived: Sequence[Member]) -> bool:
         """Return whether these are whole groups, and none of them has waited."""
-        counts, each = Counter(member.group for member in arrived), self.rules.batch_groups
+        counts, each = Counter(member.group for member in arrived), self.settings.batch_groups
         if each is not None and set(Counter(batch_of(group, each) for group in counts).values()) - {each}:
             return False
-        return set(counts.values()) <= {self.rules.size} and not counts.keys() & {*self.failed, *self.late}
+        return set(counts.values()) <= {self.settings.grpo_size} and not counts.keys() & {*self.failed, *self.late}
 
     def arrive(self, arrived: Sequence[Member]) -> list[Closed]:
         """Add trajectories and return the groups that they complete."""
@@ -185,7 +162,7 @@ class GroupQueue:
             return []
         self.failed[group] = self.failed.get(group, 0) + count
         closed = self.complete([group])
-        if self.failed.get(group, 0) >= self.rules.size and self.rules.batch_groups is None:
+        if self.failed.get(group, 0) >= self.settings.grpo_size and self.settings.batch_groups is None:
             del self.failed[group]  # nobody will come
         return closed
 
@@ -193,7 +170,7 @@ class GroupQueue:
         """Remove those of the groups that are complete and return them; groups of one batch close together."""
         closed: list[Closed] = []
         for group in groups:
-            together, each = [group], self.rules.batch_groups
+            together, each = [group], self.settings.batch_groups
             if each is not None:
                 first = batch_of(group, each) * each
                 together = list(range(first, first + each))
@@ -203,25 +180,28 @@ class GroupQueue:
 
     def close(self, group: Hashable) -> list[Closed]:
         """Remove a group and return it, complete or not; empty if it has no members."""
-        rules, members = self.rules, self.waiting.pop(group, [])
-        missing = rules.size - len(members) - self.failed.pop(group, 0)
+        settings, members = self.settings, self.waiting.pop(group, [])
+        missing = settings.grpo_size - len(members) - self.failed.pop(group, 0)
         self.stats["completed_groups"] += 1
         if missing > 0:
             self.stats["early_closed_groups"] += 1
-            if self.unique and rules.timeout_s is not None:
+            if self.unique and settings.group_timeout_s is not None:
                 self.late[group] = missing
                 if len(self.late) > MOST_LATE:
                     del self.late[next(iter(self.late))]
         # A failed trajectory counts as one that earned nothing.
         mean = sum(member.scores[0] for member in members if math.isfinite(member.scores[0])) / max(len(members), 1)
-        learned = rules.bounds is None or rules.bounds[0] < mean < rules.bounds[1]
+        learned = (
+            settings.keep_return_bounds is None
+            or settings.keep_return_bounds[0] < mean < settings.keep_return_bounds[1]
+        )
         self.stats["selected_trajectories"] += len(members) if learned else 0
         self.stats["dropped_groups"] += not learned
         return [Closed(members, missing > 0, learned)] if members else []
 
     def grade(self, groups: Sequence[Closed]) -> tuple[list[Member], Graded]:
         """Return the trajectories of groups to learn from, group after group, and their advantages."""
-        stats, rules, groups = self.stats, self.rules, [group for group in groups if group.learned]
+        stats, settings, groups = self.stats, self.settings, [group for group in groups if group.learned]
         members = [member for group in groups for member in group.members]
         scores, sizes = MemberScores.of(members), [len(group.members) for group in groups]
         codes, batches = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), None
@@ -231,20 +211,19 @@ class GroupQueue:
             kind = "early_closed" if group.early else "full"
             stats[f"{kind}_tokens"] += sum(member.scores[1] for member in group.members)
             stats[f"{kind}_trajectories"] += len(group.members)
-        if rules.batch_groups is not None:
-            batches = torch.tensor([batch_of(member.group, rules.batch_groups) for member in members])
+        if settings.batch_groups is not None:
+            batches = torch.tensor([batch_of(member.group, settings.batch_groups) for member in members])
         graded = graded_groups(
             scores,
             codes,
-            rules.estimator,
+            settings,
             batches,
-            turns=[member.turns for member in members] if rules.by_turn else None,
-            turn_discount=rules.turn_discount,
-            named_rewards=rules.named_rewards(members),
+            turns=[member.turns for member in members] if self.entry.by_turn else None,
+            named_rewards=self._named_rewards(members),
         )
         flat = len(set(codes[graded.degenerate].tolist()))
-        dropped = flat if rules.zero_variance == "drop" else 0
-        if rules.verbose:
+        dropped = flat if settings.drops_groups else 0
+        if settings.verbose:
             message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread"
             _log.info(message, len(sizes), min(sizes), max(sizes), scores.returns.nanmean().item(), flat)
         stats["degenerate_groups"] += flat
@@ -256,11 +235,11 @@ class GroupQueue:
         return [members[i] for i in varied.tolist()], graded.take(varied)
 
     def _is_due(self, group: Hashable, now: float) -> bool:
-        rules, members, failed = self.rules, self.waiting.get(group), self.failed.get(group, 0)
+        settings, members, failed = self.settings, self.waiting.get(group), self.failed.get(group, 0)
         if not members:  # the rest of a batch need not wait for a group whose members all failed
-            return rules.batch_groups is not None and failed >= rules.size
-        overdue = rules.timeout_s is not None and members[0].since + rules.timeout_s <= now
-        return len(members) + failed >= rules.size or (overdue and len(members) >= rules.least)
+            return settings.batch_groups is not None and failed >= settings.grpo_size
+        overdue = settings.group_timeout_s is not None and members[0].since + settings.group_timeout_s <= now
+        return len(members) + failed >= settings.grpo_size or (overdue and len(members) >= self.fewest)
 
     def _is_late(self, group: Hashable) -> bool:
         """Return whether a trajectory arrives after its group has closed, and count it."""
@@ -270,6 +249,14 @@ class GroupQueue:
         elif missing:
             del self.late[group]
         return missing > 0
+
+    def _named_rewards(self, members: Sequence[Member]) -> NamedRewards | None:
+        """Return the named rewards of members, if the estimator takes them and there are any."""
+        rewards = self.settings.rewards
+        if not self.entry.by_reward or not rewards:
+            return None
+        values = torch.tensor([[*member.named_rewards] for member in members], dtype=torch.float64)
+        return NamedRewards(values.reshape(-1, len(rewards)), tuple(rewards), tuple(rewards.values()))
 
     def copy(self) -> GroupQueue:
         """Return an independent copy."""
@@ -370,7 +357,7 @@ def scores_of(
         bounds: where each trajectory's rows begin, and the end.
         how: how rewards become a return.
         eps: of the dtype that the models compute in.
-        counted: which rewards of an episode of several rows count, see `MCAdvantage`.
+        counted: which rewards of an episode of several rows count, see `WritePath.episode_return`.
     """
     n, k = bounds[-1], len(bounds) - 1
     if EPISODE_SIZE in batch and k < n:
@@ -528,11 +515,10 @@ class Graded(NamedTuple):
 def graded_groups(
     scores: MemberScores,
     codes: Tensor,
-    estimator: str | EstimatorFunction,
+    settings: WritePath,
     batches: Tensor | None,
     *,
     turns: Sequence[Sequence[float]] | None = None,
-    turn_discount: float = 1.0,
     named_rewards: NamedRewards | None = None,
 ) -> Graded:
     """Return the advantages of groups; returns that are not finite are ignored.
@@ -540,10 +526,9 @@ def graded_groups(
     Args:
         scores: of each trajectory.
         codes: int64 `[n]`, the group of each trajectory.
-        estimator: one of `functional.advantage.ESTIMATORS`, or a function.
+        settings: the estimator and its discount of turns.
         batches: int64 `[n]`, the batch of each trajectory, for estimators that use batches; None is one batch.
         turns: the rewards of each trajectory's turns, for an estimator that compares turns.
-        turn_discount: see `functional.advantage.turn_advantage`.
         named_rewards: the rewards one by one, for an estimator that takes them.
     """
     finite = scores.returns.isfinite()
@@ -558,14 +543,14 @@ def graded_groups(
         advantages[part], degenerate[part] = group_advantage(
             returns,
             codes[part],
-            estimator,
+            settings.estimator,
             lengths=lengths,
             named=None if named_rewards is None else named_rewards.take(part),
             resolution=FLOAT32_RESOLUTION,
             **penalised,
         )
     graded = Graded(advantages, degenerate, codes, scores.returns.to(torch.float32))
-    return graded if turns is None else _of_turns(graded, turns, turn_discount)
+    return graded if turns is None else _of_turns(graded, turns, settings.turn_discount)
 
 
 def _of_turns(graded: Graded, rewards: Sequence[Sequence[float]], discount: float) -> Graded:
@@ -594,7 +579,13 @@ def _of_turns(graded: Graded, rewards: Sequence[Sequence[float]], discount: floa
 
 
 def new_columns(
-    batch: Trajectories, reward: Flat, bounds: Sequence[int], graded: Graded, rules: GroupRules, *, one_each: bool
+    batch: Trajectories,
+    reward: Flat,
+    bounds: Sequence[int],
+    graded: Graded,
+    settings: AdvantageSettings,
+    *,
+    one_each: bool,
 ) -> dict[Key, Flat]:
     """Return the new columns of trajectories, one row per step."""
     if len(bounds) != bounds[-1] + 1:
@@ -605,30 +596,30 @@ def new_columns(
     if one_each:
         advantage = Flat(graded.advantages.to(torch.float32))
     else:
-        values = shaped(graded, reward, mask if isinstance(mask, Flat) else None, rules)
+        values = shaped(graded, reward, mask if isinstance(mask, Flat) else None, settings)
         if bool((late := graded.advantages.isnan()).any()):
             values[late if reward.lengths is None else spread(late, reward.lengths)] = torch.nan
         advantage = Flat(values, reward.lengths, reward.shapes)
-    columns = {rules.advantage_key: advantage, RETURN: Flat(graded.returns), DEGENERATE: Flat(degenerate)}
+    columns = {settings.advantage_key: advantage, RETURN: Flat(graded.returns), DEGENERATE: Flat(degenerate)}
     if graded.turns is not None:
         columns[TURN_ADVANTAGES] = Flat(
             torch.cat(graded.turns), torch.tensor([len(turn_advantages) for turn_advantages in graded.turns])
         )
-    if rules.zero_variance == "mark" and bool(degenerate.any()):
+    if settings.marks_groups and bool(degenerate.any()):
         old = batch.get(PRIORITY)
         base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
         columns[PRIORITY] = Flat(torch.where(degenerate, 0.0, base))
     return columns
 
 
-def shaped(graded: Graded, reward: Flat, mask: Flat | None, rules: GroupRules) -> Tensor:
+def shaped(graded: Graded, reward: Flat, mask: Flat | None, settings: AdvantageSettings) -> Tensor:
     """Return the advantages of steps in the shape of their rewards, float32, 0 outside the assistant's tokens.
 
     A trajectory without assistant tokens has its advantage at the last token, as its reward. The mask is used if it has
     the rewards' lengths.
     """
     shape, lengths = reward.values.shape, reward.lengths
-    if rules.trajectory_return is None:
+    if settings.trajectory_return is None:
         flat = reward.values.detach().double().nan_to_num(0.0, 0.0, 0.0).reshape(-1)
         each = torch.ones(len(graded.codes), dtype=torch.int64) if lengths is None else lengths
         each = each * (flat.numel() // max(shape[0], 1))

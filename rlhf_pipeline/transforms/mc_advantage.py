@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from rlhf_pipeline.config import close_policy_rule
+from rlhf_pipeline.config import WritePath
 from rlhf_pipeline.data.episodes import episode_bounds
 from rlhf_pipeline.data.keys import (
     ADVANTAGE,
@@ -60,17 +59,15 @@ from rlhf_pipeline.errors import (
     refuse_unknown,
 )
 from rlhf_pipeline.functional.advantage import (
-    BATCH_ESTIMATORS,
-    EstimatorFunction,
     checked_estimator,
     estimator_of,
-    takes_rewards,
 )
+from rlhf_pipeline.settings import extended, lists_settings, settings_of
+from rlhf_pipeline.transforms.advantage_settings import AdvantageSettings
 from rlhf_pipeline.transforms.groups import (
     Closed,
     Graded,
     GroupQueue,
-    GroupRules,
     Member,
     gather,
     group_ids,
@@ -93,6 +90,14 @@ _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
     "a group has all trajectories of its prompt. Set grpo_size to their number; keep_return_bounds leaves groups out.",
 )
 
+_REFUSED = _NO_CANDIDATES | dict.fromkeys(
+    ("kl_coef", "kl_target", "kl_horizon"),
+    "a penalty in the reward is KLRewardTransform's, before it in the write path.",
+)
+
+_NAMES = frozenset(item.name for item in settings_of(AdvantageSettings))
+_KEYWORDS = _NAMES - set(_REFUSED)
+
 _STATS = (
     "completed_trajectories", "completed_decisions", "trajectory_return_sum", "trajectory_return_max",
     "successful_trajectories", "failed_trajectories", "completed_groups", "written_groups", "dropped_groups",
@@ -101,8 +106,6 @@ _STATS = (
 )  # fmt: skip
 """The counters, under TorchRL's names where those exist."""
 
-_RETURNS, _POLICIES = ("sum", "mean", "max", None), ("keep", "drop", "mark")
-_EPISODE_RETURNS = ("sum", "verl", "skyrl")
 _QUEUED = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
 
 _log = logging.getLogger("rlhf_pipeline")
@@ -141,46 +144,20 @@ class MCAdvantage(Transform):
 
     Args:
         grpo_size: trajectories of a complete group.
-        prompt_key: identity of the group where no `group_id` is present: a string, a number or a tensor; under
-            `prompt`, `query` and `text` a string. None tries these and `("tokens", "prompt")`.
-        rewards_key: key of the rewards. If missing, `task_reward` is used.
+        prompt_key: identity of the group where no `group_id` is present.
+        rewards_key: key of the rewards.
         advantage_key: key of the advantage.
-        done_key: True at the last step of a trajectory. If missing, every row is a whole trajectory.
+        done_key: True at the last step of a trajectory.
         verbose: log a line for every batch of complete groups.
-        trajectory_return: how the rewards of one trajectory become its return. None normalises every reward over
-            all rewards of the group instead, as TorchRL does by default.
-        keep_return_bounds: groups whose mean return is not strictly inside are left out (dynamic sampling).
-        estimator: `grpo`, `dr_grpo`, `mean`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `grpo_batch`, `opo`,
-            `turn_grpo` or `gdpo`. Both `reinforce_pp`, `grpo_batch` and `gdpo` divide by the spread of a whole batch;
-            they need `batch_groups`.
-            Or a custom function, `functional.advantage.EstimatorFunction`.
-        group_key: identity of the group. None takes `group_id` if present, otherwise `prompt_key`.
-        zero_variance: `keep` writes groups without spread (advantage 0, `degenerate` True); `mark` also sets their
-            `priority` to 0, so that samplers skip them; `drop` leaves them out.
-        min_group_size: the members that suffice after the timeout; None waits for all.
-        group_timeout_s: seconds from a group's first member until it may close early; None for never.
-        clock: returns the time in seconds. Waiting outlives a process, so the default is the time of day.
-        batch_groups: groups per batch. The integer `group_id` divided by this, rounded down, is the number of the
-            batch. Groups of a batch wait for each other, so the batch is the same in whatever order its trajectories
-            arrive. None for estimators that need no batch.
-        scored_in: the dtype that the models compute log-probs in. With a KL penalty in the reward, a group has no
-            spread if its task rewards are equal and its returns differ only by the penalty's rounding.
-        turn_discount: with `turn_grpo`, which compares the `turn_rewards` of a batch (ragged, one per turn of the
-            policy): see `functional.advantage.turn_advantage`. `turn_advantages` has the result, and the advantage of
-            the trajectory is that of its turn furthest from 0.
-        rewards: the names of the rewards that a batch has one by one, under the keys `reward_NAME`, with their weights;
-            `gdpo` and functions that ask for them take these. None takes the return as the only one.
-        episode_return: the return of an episode of several rows (`episode_size`), which are ranked as one trajectory
-            and all get its advantage. `sum`: the rewards of all rows, each less the penalty of its tokens. `verl`: the
-            rewards of the last row, less the penalty of its tokens, as verl 0.9.1 has it for GRPO
-            (`compute_advantage_for_multi_trajectories` in `verl/trainer/ppo/v1/utils.py`: the final output of a session
-            is ranked, and the others get its advantage). `skyrl`: the reward of the last turn, less the penalty of its
-            tokens, as SkyRL 0.4 has it for `step_wise_trajectories` (`compute_advantages_and_returns` in
-            `skyrl/train/trainer.py`: a row is a turn, the last one is ranked, and rewards of others are ignored).
-        **unknown: refused, with a reason for TorchRL's arguments.
+        settings: those of a definition, `WritePath(...)`; None takes the defaults.
+        **keywords: settings by name, in place of those of `settings`: the fields of `WritePath` (docs/settings.md) but
+            its KL penalty, and of `transforms.advantage_settings.AdvantageSettings`, each with its meaning there.
+
+    Attributes:
+        settings: all of these, frozen; each is also an attribute.
 
     Raises:
-        DefinitionError: if an argument is out of range or two arguments contradict each other.
+        DefinitionError: if a setting is unknown or out of range, or two contradict each other.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -195,6 +172,7 @@ class MCAdvantage(Transform):
 
     requires_shared_write_state = True
 
+    @lists_settings(AdvantageSettings, without=_REFUSED)
     def __init__(
         self,
         grpo_size: int,
@@ -204,105 +182,45 @@ class MCAdvantage(Transform):
         done_key: Key = DONE,
         verbose: bool = False,
         *,
-        trajectory_return: Literal["sum", "mean", "max"] | None = "sum",
-        keep_return_bounds: tuple[float, float] | None = None,
-        estimator: str | EstimatorFunction = "grpo",
-        group_key: Key | None = None,
-        zero_variance: Literal["keep", "drop", "mark"] = "keep",
-        min_group_size: int | None = None,
-        group_timeout_s: float | None = None,
-        clock: Callable[[], float] = time.time,
-        batch_groups: int | None = None,
-        scored_in: torch.dtype = torch.float32,
-        turn_discount: float = 1.0,
-        rewards: Mapping[str, float] | None = None,
-        episode_return: Literal["sum", "verl", "skyrl"] = "sum",
-        **unknown: Any,
+        settings: WritePath | None = None,
+        **keywords: Any,
     ) -> None:
-        parameters = set(MCAdvantage.__init__.__annotations__) - {"unknown", "return"}
-        refuse_unknown("MCAdvantage", unknown, parameters, _NO_CANDIDATES, dict.fromkeys(_NO_CANDIDATES, (None,)))
+        unknown = {name: value for name, value in keywords.items() if name not in _KEYWORDS}
+        refuse_unknown("MCAdvantage", unknown, _KEYWORDS, _REFUSED, dict.fromkeys(_NO_CANDIDATES, (None,)))
         super().__init__()
-        self.grpo_size = int(grpo_size)
-        self.prompt_key = prompt_key
-        self.rewards_key = rewards_key
-        self.advantage_key = advantage_key
-        self.done_key = done_key
-        self.verbose = verbose
-        self.trajectory_return = trajectory_return
-        self.keep_return_bounds = keep_return_bounds
-        self.rewards = dict(rewards or {})
-        self.estimator = checked_estimator(estimator, self.rewards)
-        self.group_key = group_key
-        self.zero_variance = zero_variance
-        self.min_group_size = self.grpo_size if min_group_size is None else int(min_group_size)
-        self.group_timeout_s = None if group_timeout_s is None else float(group_timeout_s)
-        self.clock = clock
-        self.batch_groups = batch_groups
-        self.scored_in = scored_in
-        self.turn_discount = float(turn_discount)
-        self.by_turn = estimator_of(self.estimator).by_turn
-        self.episode_return = episode_return
-        prompts = _PROMPT_KEYS if prompt_key is None else (prompt_key,)
-        self._identities: list[Key] = [GROUP_ID, *prompts] if group_key is None else [group_key]
-        self.in_keys = [key for key in (group_key, prompt_key, rewards_key, done_key) if key is not None]
-        self.out_keys = [advantage_key]
-        self._check_arguments(close_policy_rule(min_group_size, group_timeout_s))
-        self._rules = GroupRules(
-            size=self.grpo_size,
-            least=self.min_group_size,
-            timeout_s=self.group_timeout_s,
-            batch_groups=batch_groups,
-            bounds=keep_return_bounds,
-            estimator=estimator,
-            zero_variance=zero_variance,
-            trajectory_return=trajectory_return,
+        self.settings = settings = extended(
+            settings or WritePath(),
+            AdvantageSettings,
+            grpo_size=grpo_size,
+            prompt_key=prompt_key,
+            rewards_key=rewards_key,
             advantage_key=advantage_key,
+            done_key=done_key,
             verbose=verbose,
-            by_turn=self.by_turn,
-            turn_discount=self.turn_discount,
-            by_reward=takes_rewards(self.estimator),
-            rewards=self.rewards,
-            episode_return=episode_return,
+            **{name: value for name, value in keywords.items() if name not in unknown},
         )
+        checked_estimator(settings.estimator, settings.rewards)
+        self._entry = estimator_of(settings.estimator)
+        prompts = _PROMPT_KEYS if prompt_key is None else (prompt_key,)
+        self._identities: list[Key] = [GROUP_ID, *prompts] if settings.group_key is None else [settings.group_key]
+        self.in_keys = [key for key in (settings.group_key, prompt_key, rewards_key, done_key) if key is not None]
+        self.out_keys = [advantage_key]
         self._stats: dict[str, float] = {}
         self.reset_stats()
         self.rows: WaitingRows | None = None
         """The waiting rows of a store, or None if trajectories wait in memory."""
-        self._queue = GroupQueue(self._rules, self._stats)
+        self._queue = GroupQueue(settings, self._stats)
         self._lock, self._pool = threading.RLock(), BufferPool()
         self._store_call: _StoreCall | None = None
         """The current call of the buffer, if groups wait in its store."""
 
-    def _check_arguments(self, close_policy: tuple[bool, str]) -> None:
-        """Refuse arguments out of range or in conflict, and what is wrong with the close policy as it was given."""
-        size, least, timeout, batch = self.grpo_size, self.min_group_size, self.group_timeout_s, self.batch_groups
-        how, policy, bounds = self.trajectory_return, self.zero_variance, self.keep_return_bounds
-        pair = bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1])
-        rules = [
-            (size >= 1, f"grpo_size is {size}; it must be at least 1."),
-            (how in _RETURNS, f"trajectory_return is {how!r}; it must be 'sum', 'mean', 'max' or None."),
-            (policy in _POLICIES, f"zero_variance is {policy!r}; it must be 'keep', 'drop' or 'mark'."),
-            (how or bounds is None, "keep_return_bounds chooses by return: set trajectory_return."),
-            (pair, f"keep_return_bounds is {bounds}; it must be an increasing pair."),
-            (
-                (batch is not None) == (self.estimator in BATCH_ESTIMATORS),
-                f"estimator is {self.estimator!r} and batch_groups {batch}: {', '.join(BATCH_ESTIMATORS)} divide by "
-                "the spread of a batch, so they need batch_groups, how many groups a batch has, for example those of "
-                "a rollout; the others take none.",
-            ),
-            (batch is None or batch >= 1, f"batch_groups is {batch}; it must be at least 1."),
-            close_policy,
-            (
-                self.episode_return in _EPISODE_RETURNS,
-                f"episode_return is {self.episode_return!r}; it must be 'sum', 'verl' or 'skyrl'.",
-            ),
-            (0.0 <= self.turn_discount <= 1.0, f"turn_discount is {self.turn_discount}; it must lie between 0 and 1."),
-            (1 <= least <= size, f"min_group_size is {least}; it must lie between 1 and grpo_size ({size})."),
-            (timeout is None or timeout >= 0, f"group_timeout_s is {timeout}; it must not be negative."),
-        ]
-        for is_met, message in rules:
-            if not is_met:
-                raise DefinitionError(message)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _NAMES:
+            raise DefinitionError(
+                f"{name} is a setting of this MCAdvantage, by which groups may wait already. Make a new one with "
+                f"{name}={value!r}."
+            )
+        super().__setattr__(name, value)
 
     # -- the write path ----------------------------------------------------------------------------------------
 
@@ -337,7 +255,7 @@ class MCAdvantage(Transform):
     def _take_members(self, batch: Trajectories | None, method: str) -> _Finished | None:
         """Take trajectories into their groups, and return those to write."""
         with self._lock:
-            call, queue, now = self._on_store(method, "extend"), self._queue, self.clock()
+            call, queue, now = self._on_store(method, "extend"), self._queue, self.settings.clock()
             arrived = [] if batch is None else self._members(batch, now)
             if batch is not None and ROWS in batch:  # the rest stays in the rows
                 needed = (ROWS, ASSISTANT_MASK, PRIORITY, self._reward_key(batch))
@@ -346,7 +264,7 @@ class MCAdvantage(Transform):
             if call is not None and (len(call.rows.waiting_positions()) or not queue.are_whole(arrived)):
                 call.read(queue, {member.group for member in arrived})
             closed = queue.arrive(arrived)
-            if call is not None or self.group_timeout_s is not None:
+            if call is not None or self.settings.group_timeout_s is not None:
                 closed += queue.complete(list(queue.waiting), now)  # overdue, or complete since before a crash
             self._count_arrivals(arrived, 0 if batch is None else batch.n)
             if call is None:
@@ -355,7 +273,7 @@ class MCAdvantage(Transform):
                 return done
             # A group with members in the store is completed there once the others are stored, and a batch as a whole.
             apart = [group for group in closed if any(member.rows for member in group.members)]
-            apart = closed if apart and self.batch_groups is not None else apart
+            apart = closed if apart and self.settings.batch_groups is not None else apart
             call.close(apart)
             later = {id(member) for group in apart if group.learned for member in group.members}
             call.waits = [m for m in arrived if id(m) in later or m in queue.waiting.get(m.group, ())]
@@ -367,9 +285,9 @@ class MCAdvantage(Transform):
 
     def _needed(self, td: TensorDictBase) -> list[Key]:
         """Return the keys to read from a batch."""
-        needed = [*self._identities, TRAJECTORY_ID, self.rewards_key, TASK_REWARD, ASSISTANT_MASK]
-        needed += [self.done_key, PRIORITY, KL_COEF, *([TURN_REWARDS] if self.by_turn else [])]
-        needed += map(reward_column, self.rewards if self._rules.by_reward else ())
+        needed = [*self._identities, TRAJECTORY_ID, self.settings.rewards_key, TASK_REWARD, ASSISTANT_MASK]
+        needed += [self.settings.done_key, PRIORITY, KL_COEF, *([TURN_REWARDS] if self._entry.by_turn else [])]
+        needed += map(reward_column, self.settings.rewards if self._entry.by_reward else ())
         if not is_stack(td) or holds(td, KL_COEF):
             needed.append(LOG_PROBS)  # for the rounding error of the penalty
         return list(dict.fromkeys(needed))
@@ -380,14 +298,14 @@ class MCAdvantage(Transform):
 
     def _members(self, batch: Trajectories, now: float) -> list[Member]:
         """Return the trajectories of a batch, which arrive now."""
-        n, ended = batch.n, ends(batch, self.done_key)
+        n, ended = batch.n, ends(batch, self.settings.done_key)
         bounds, has_episodes = episode_bounds(batch), EPISODE_SIZE in batch
         if ended is not None and not bool(ended.all()):
             bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
             if bounds[-1] != n:
                 raise IncompleteError(
                     f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
-                    f"{self.done_key!r}. Pass whole trajectories, so that nothing is lost."
+                    f"{self.settings.done_key!r}. Pass whole trajectories, so that nothing is lost."
                 )
         key = next((key for key in self._identities if key in batch), None)
         if key is None:
@@ -407,9 +325,13 @@ class MCAdvantage(Transform):
         self._queue.unique = key == GROUP_ID
         reward = batch.get(self._reward_key(batch))
         if not isinstance(reward, Flat):
-            raise MissingKeyError(f"the batch has neither {self.rewards_key!r} nor {TASK_REWARD!r}, to rank by")
-        eps = torch.finfo(self.scored_in).eps
-        scores = scores_of(batch, reward, bounds, self.trajectory_return, eps, self.episode_return).each()
+            raise MissingKeyError(
+                f"the batch has neither {self.settings.rewards_key!r} nor {TASK_REWARD!r}, to rank by"
+            )
+        eps = torch.finfo(self.settings.scored_in).eps
+        scores = scores_of(
+            batch, reward, bounds, self.settings.trajectory_return, eps, self.settings.episode_return
+        ).each()
         trajectory_ids, names = batch.get(TRAJECTORY_ID), [-1] * len(groups)
         if isinstance(trajectory_ids, Flat) and trajectory_ids.lengths is None and trajectory_ids.values.numel() == n:
             names = trajectory_ids.values.reshape(-1)[torch.tensor(bounds[1:]) - 1].tolist()
@@ -421,9 +343,9 @@ class MCAdvantage(Transform):
         if has_episodes:
             for member in members:
                 member.num_rows = member.end - member.first
-        if self.by_turn:
+        if self._entry.by_turn:
             self._give_turns(members, batch.get(TURN_REWARDS))
-        if self._rules.by_reward and self.rewards:
+        if self._entry.by_reward and self.settings.rewards:
             self._give_rewards(members, batch)
         return members
 
@@ -431,7 +353,7 @@ class MCAdvantage(Transform):
         """Give members their rewards one by one, of their last step."""
         last = torch.tensor([member.end - 1 for member in members])
         columns = list[Tensor]()
-        for name in map(reward_column, self.rewards):
+        for name in map(reward_column, self.settings.rewards):
             column = batch.get(name)
             if not isinstance(column, Flat) or column.lengths is not None:
                 raise MissingKeyError(
@@ -446,8 +368,8 @@ class MCAdvantage(Transform):
         """Give members the rewards of their turns."""
         if not isinstance(turns, Flat):
             raise MissingKeyError(
-                f"estimator {self.estimator!r} compares turns, and the batch has no {TURN_REWARDS!r}, a number for "
-                "each turn of the policy. Write it, or use estimator='grpo'."
+                f"estimator {self.settings.estimator!r} compares turns, and the batch has no {TURN_REWARDS!r}, a "
+                "number for each turn of the policy. Write it, or use estimator='grpo'."
             )
         rows = turns.values if turns.lengths is None else turns.values.split(turns.lengths.tolist())
         for member in members:
@@ -455,7 +377,7 @@ class MCAdvantage(Transform):
             member.turns = torch.cat(steps).tolist()
 
     def _reward_key(self, batch: Trajectories) -> Key:
-        return self.rewards_key if isinstance(batch.get(self.rewards_key), Flat) else TASK_REWARD
+        return self.settings.rewards_key if isinstance(batch.get(self.settings.rewards_key), Flat) else TASK_REWARD
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -497,7 +419,7 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             queue = self._begin("close_overdue")
-            return self._out(queue.complete(list(queue.waiting), self.clock()))
+            return self._out(queue.complete(list(queue.waiting), self.settings.clock()))
 
     def _name(self, group: Hashable) -> Hashable:
         return group if self.rows is None else number_of_group(group)
@@ -542,7 +464,7 @@ class MCAdvantage(Transform):
     def _new_columns(self, batch: Trajectories, bounds: Sequence[int], graded: Graded) -> dict[Key, Flat]:
         reward: Any = batch[self._reward_key(batch)]
         one_each = self.rows is not None and self.rows.one_each
-        return new_columns(batch, reward, bounds, graded, self._rules, one_each=one_each)
+        return new_columns(batch, reward, bounds, graded, self.settings, one_each=one_each)
 
     # -- groups that wait in a store ---------------------------------------------------------------------------
 
@@ -554,7 +476,7 @@ class MCAdvantage(Transform):
         """
         with self._lock:
             if rows is not None:
-                rows.check(self.advantage_key)
+                rows.check(self.settings.advantage_key)
             if self.rows is None and self._queue.waiting:
                 raise DefinitionError(
                     f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, or "
@@ -562,13 +484,14 @@ class MCAdvantage(Transform):
                 )
             self.rows = rows
             if rows is not None:
-                rows.eps = torch.finfo(self.scored_in).eps
-                name, schema = rows.column_of(self.advantage_key), rows.store.schema
-                rows.by_turn = self.by_turn and column_name(TURN_REWARDS) in schema
-                rows.episode_return = self.episode_return
-                rows.by_reward = tuple(self.rewards) if self._rules.by_reward else ()
-                rows.one_each = name is not None and not schema[name].ragged and self.trajectory_return is not None
-            self._queue = GroupQueue(self._rules, self._stats)
+                rows.settings = self.settings
+                name, schema = rows.column_of(self.settings.advantage_key), rows.store.schema
+                rows.by_turn = self._entry.by_turn and column_name(TURN_REWARDS) in schema
+                rows.by_reward = tuple(self.settings.rewards) if self._entry.by_reward else ()
+                rows.one_each = (
+                    name is not None and not schema[name].ragged and self.settings.trajectory_return is not None
+                )
+            self._queue = GroupQueue(self.settings, self._stats)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -658,6 +581,8 @@ class MCAdvantage(Transform):
         }
 
     def __getattr__(self, name: str) -> Any:
+        if name in _NAMES:
+            return getattr(self.settings, name)
         if name in _STATS:
             return self.__dict__["_stats"][name]
         return self.get_stats()[name] if name in _QUEUED else super().__getattr__(name)
@@ -691,7 +616,7 @@ class MCAdvantage(Transform):
                     f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
                     "write what comes out."
                 )
-            queue, now = GroupQueue(self._rules, self._stats), self.clock()
+            queue, now = GroupQueue(self.settings, self._stats), self.settings.clock()
             for saved in state["chunks"]:
                 members = self._members(columns_from_state(saved["columns"]), now)
                 for member, since in zip(members, saved.get("since") or [now] * len(members), strict=True):
@@ -759,7 +684,7 @@ class MCAdvantage(Transform):
                     f"the groups wait in {self.rows.store.path}, and a store forgets nothing. Close them: "
                     "TrajectoryReplayBuffer.close_groups()."
                 )
-            self._queue = GroupQueue(self._rules, self._stats)
+            self._queue = GroupQueue(self.settings, self._stats)
 
 
 @dataclass(slots=True)

@@ -34,11 +34,11 @@ from rlhf_pipeline.data.keys import (
 )
 from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, one_advantage, segment_sum, spread
 from rlhf_pipeline.errors import DataError, DefinitionError
+from rlhf_pipeline.transforms.advantage_settings import AdvantageSettings
 from rlhf_pipeline.transforms.groups import (
     Closed,
     Graded,
     GroupQueue,
-    GroupRules,
     Ints,
     Member,
     MemberScores,
@@ -87,9 +87,9 @@ class WaitingRows:
         self.store = store
         self.waiting_positions = waiting_positions
         self.refresh = refresh
-        self.eps = torch.finfo(torch.float32).eps
+        self.settings: AdvantageSettings
+        """Those of the `MCAdvantage` that is attached to the rows."""
         self.one_each = self.by_turn = False
-        self.episode_return = "sum"
         self.by_reward: tuple[str, ...] = ()
         """The named rewards that the estimator takes one by one."""
 
@@ -119,12 +119,12 @@ class WaitingRows:
     def read(self, queue: GroupQueue, among: Collection[Hashable] | None = None) -> None:
         """Add the waiting rows of all processes to an empty queue, identified by their group's number."""
         self.refresh()
-        rows, rules = self.waiting_positions(), queue.rules
+        rows, batch_groups = self.waiting_positions(), queue.settings.batch_groups
         groups, failed = (self._scalars(name, rows, 0) for name in ("waiting", "failed_members"))
-        if among is not None and rules.batch_groups is None and len(rows):
+        if among is not None and batch_groups is None and len(rows):
             _, code, count = np.unique(groups, return_inverse=True, return_counts=True)
             open_groups = np.array([*among, *queue.failed, *groups[failed > 0]], np.int64)
-            near = (count >= rules.least)[code] | np.isin(groups, open_groups)
+            near = (count >= queue.fewest)[code] | np.isin(groups, open_groups)
             rows, groups, failed = rows[near], groups[near], failed[near]
         names, since = self._scalars("trajectory_id", rows, -1), self._scalars("created_at", rows, math.nan)
         returns, last = self._scalars("return", rows, 0.0), np.flatnonzero(stored_last_rows(self.store, rows))
@@ -155,7 +155,7 @@ class WaitingRows:
         mask, returns = read[ASSISTANT_MASK], read[RETURN].values.double()
         tokens = segment_sum(mask.values, mask.lengths).to(torch.int64)
         if len(last) == len(rows):
-            scores = with_penalty(read, returns, tokens, self.eps)
+            scores = with_penalty(read, returns, tokens, torch.finfo(self.settings.scored_in).eps)
         else:
             scores = self._episode_scores(read, returns, tokens, rows, sizes)
         for member, member_scores in zip(members, scores.each(), strict=True):
@@ -180,14 +180,15 @@ class WaitingRows:
         is_last = torch.zeros(len(rows), dtype=torch.bool)
         is_last[last] = True
         outcome = torch.where(is_last | rewards.values.isfinite(), rewards.values.double(), 0.0)
-        of_rows = with_penalty(read, returns, tokens, self.eps, outcome)
-        if self.episode_return == "sum":
+        eps, counted = torch.finfo(self.settings.scored_in).eps, self.settings.episode_return
+        of_rows = with_penalty(read, returns, tokens, eps, outcome)
+        if counted == "sum":
             rounding, lengths = segment_sum(of_rows.rounding, sizes), segment_sum(tokens, sizes).to(torch.int64)
             task = segment_sum(outcome, sizes)
         else:
             rounding, lengths = of_rows.rounding[last], tokens[last]
             turns = self.columns([column_name(TURN_REWARDS)], rows)
-            task = outcome[last] - uncounted_rewards(turns, sizes, self.episode_return)
+            task = outcome[last] - uncounted_rewards(turns, sizes, counted)
         return MemberScores(returns[last], lengths, task if bool(rounding.any()) else returns[last], rounding)
 
     def check_new(self, members: Sequence[Member]) -> None:
@@ -245,7 +246,7 @@ class WaitingRows:
 
     def completed(self, groups: Sequence[Closed], queue: GroupQueue) -> list[RowUpdate]:
         """Return the updates that complete closed groups whose members are in the store."""
-        (members, graded), rules = queue.grade(groups), queue.rules
+        (members, graded), settings = queue.grade(groups), queue.settings
         sizes = np.array([len(member.rows) for member in members], np.int64)
         rows = np.array([row for member in members for row in member.rows], np.int64)
         graded_members = {id(member) for member in members}
@@ -267,13 +268,13 @@ class WaitingRows:
         if not len(rows):
             return out
         degenerate = graded.degenerate.numpy()
-        if rules.zero_variance == "mark" and degenerate.any() and "priority" in self.store.schema:
+        if settings.marks_groups and degenerate.any() and "priority" in self.store.schema:
             flat = rows[degenerate]
             out.append(RowUpdate(flat, {"priority": np.zeros(len(flat), np.float32)}, complete=False))
         columns: dict[str, Any] = {"return": graded.returns.double().numpy(), "degenerate": degenerate}
-        name = self.column_of(rules.advantage_key)
+        name = self.column_of(settings.advantage_key)
         if name is not None:
-            columns[name] = self._stored_advantage(name, rows, graded, rules)
+            columns[name] = self._stored_advantage(name, rows, graded, settings)
         if graded.turns is not None:
             columns[column_name(TURN_ADVANTAGES)] = [turn_advantages.numpy() for turn_advantages in graded.turns]
         columns = {column: values for column, values in columns.items() if column in self.store.schema}
@@ -288,15 +289,15 @@ class WaitingRows:
         rows, counts = np.array(new, np.int64).reshape(-1, 2).T
         return [RowUpdate(rows, {"failed_members": counts.astype(np.int32)}, complete=False)] if new else []
 
-    def _stored_advantage(self, name: str, rows: Ints, graded: Graded, rules: GroupRules) -> Any:
+    def _stored_advantage(self, name: str, rows: Ints, graded: Graded, settings: AdvantageSettings) -> Any:
         """Return the advantages in the form of their column."""
         if self.one_each:
             return graded.advantages.to(torch.float32).numpy()
         read: Any = self.columns(["assistant_mask", "task_reward", "reward"], rows)
         mask = reward = read[ASSISTANT_MASK]
-        if rules.trajectory_return is None:
+        if settings.trajectory_return is None:
             reward = read.get(REWARD, read[TASK_REWARD])
-        values = shaped(graded, reward, mask, rules)
+        values = shaped(graded, reward, mask, settings)
         if not self.store.schema[name].ragged:
             return (values if reward.lengths is None else one_advantage(values, mask.values, mask.lengths)).numpy()
         if reward.lengths is None:

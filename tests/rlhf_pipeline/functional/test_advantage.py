@@ -16,9 +16,9 @@ from rlhf_pipeline.functional.advantage import (
     ESTIMATORS,
     NamedRewards,
     checked_estimator,
+    estimator_of,
     group_advantage,
     penalty_rounding,
-    takes_rewards,
     turn_advantage,
     whitened_step_rewards,
 )
@@ -332,12 +332,12 @@ def test_a_function_is_tried_before_a_run_uses_it():
 
 def test_who_takes_rewards_one_by_one():
     """`gdpo`, and functions that name a field of them; one whose signature is not known takes the three arguments."""
-    assert takes_rewards("gdpo")
-    assert not takes_rewards("grpo")
-    assert takes_rewards(lambda returns, groups, lengths, *, weights: returns)
-    assert not takes_rewards(median_baseline)
+    assert estimator_of("gdpo").by_reward
+    assert not estimator_of("grpo").by_reward
+    assert estimator_of(lambda returns, groups, lengths, *, weights: returns).by_reward
+    assert not estimator_of(median_baseline).by_reward
     no_signature = type("Own", (), {"__signature__": 3, "__call__": lambda self, r, groups, lengths: r - r.mean()})()
-    assert not takes_rewards(no_signature)
+    assert not estimator_of(no_signature).by_reward
     found = group_advantage(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), no_signature)
     assert found.advantages.tolist() == [-1.0, 1.0]
 

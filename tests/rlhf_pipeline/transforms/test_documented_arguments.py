@@ -13,7 +13,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torchrl.data.llm import History
 from torchrl.modules import ProbabilisticActor, TanhNormal
 
-from rlhf_pipeline import CausalLMPolicy, scratch_policy
+from rlhf_pipeline import CausalLMPolicy, WritePath, scratch_policy
 from rlhf_pipeline.data import keys
 from rlhf_pipeline.data.tensordicts import steps_of
 from rlhf_pipeline.errors import DefinitionError
@@ -91,6 +91,32 @@ def test_a_choice_of_candidates_is_refused(name):
     assert MCAdvantage(2, **{name: None}).grpo_size == 2
     with pytest.raises(DefinitionError, match="Did you mean 'keep_return_bounds'"):
         MCAdvantage(2, **{"keep_return_bound": (0.1, 0.9)})
+
+
+def test_an_advantage_takes_the_settings_of_a_definition():
+    """One object, equal to the same by keyword; keywords change single settings, which are checked and then fixed."""
+    declared = WritePath(estimator="rloo", zero_variance="mark", min_group_size=2, group_timeout_s=5)
+    transform = MCAdvantage(4, settings=declared, clock=abs, keep_return_bounds=(0.0, float("inf")))
+    spelled = MCAdvantage(
+        4,
+        estimator="rloo",
+        zero_variance="mark",
+        min_group_size=2,
+        group_timeout_s=5,
+        clock=abs,
+        rewards=None,
+        keep_return_bounds=(0, float("inf")),
+    )
+    assert transform.settings == spelled.settings
+    assert (transform.grpo_size, transform.group_timeout_s, transform.settings.marks_groups) == (4, 5.0, True)
+    assert MCAdvantage(4, settings=declared, zero_variance="drop").settings.drops_groups
+    assert MCAdvantage(2, trajectory_return=None).settings.trajectory_return is None
+    with pytest.raises(DefinitionError, match="min_group_size is 2; it must lie between 1 and grpo_size"):
+        MCAdvantage(1, settings=declared)
+    with pytest.raises(DefinitionError, match="takes no kl_coef: a penalty in the reward is KLRewardTransform's"):
+        MCAdvantage(4, kl_coef=0.1)
+    with pytest.raises(DefinitionError, match=r"grpo_size is a setting of this MCAdvantage.*grpo_size=8"):
+        transform.grpo_size = 8
 
 
 # -- MCAdvantage ----------------------------------------------------------------------------------------------------

@@ -89,7 +89,11 @@ def test_a_member_that_failed_is_compared_up_to_its_last_turn():
     returns, none = torch.tensor([1.0, 1.0, math.nan], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     scores = MemberScores(returns, torch.full((3,), 4), returns, none)
     graded = graded_groups(
-        scores, torch.zeros(3, dtype=torch.int64), "turn_grpo", None, turns=[[1.0, 0.0], [0.0, 1.0], [0.0, 9.0]]
+        scores,
+        torch.zeros(3, dtype=torch.int64),
+        WritePath(estimator="turn_grpo"),
+        None,
+        turns=[[1.0, 0.0], [0.0, 1.0], [0.0, 9.0]],
     )
     first, second = math.sqrt(1 / 3), math.sqrt(1 / 2)  # 1, 0, 0 in the first turn; 0, 1 in the second, of two members
     want = [[2 * first - second, -second], [second - first, second], [0.0, 0.0]]

@@ -1,0 +1,103 @@
+"""The settings of a live `MCAdvantage`: those of a definition, and those that only it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlhf_pipeline.config import WritePath
+from rlhf_pipeline.data.keys import ADVANTAGE, DONE, REWARD, Key
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
+from rlhf_pipeline.settings import setting
+
+__all__ = ["AdvantageSettings"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageSettings(WritePath):
+    """The settings of `MCAdvantage`: those of a definition, and those that only a live transform has.
+
+    The KL settings of a definition are those of `KLReward`; they change nothing here.
+
+    >>> AdvantageSettings(grpo_size=8, zero_variance="drop").drops_groups
+    True
+    """
+
+    grpo_size: int = setting(min=1, help="Trajectories of a complete group.")
+    prompt_key: Key | None = setting(
+        None,
+        help="Identity of the group where no `group_id` is present: a string, a number or a tensor; under `prompt`, "
+        '`query` and `text` a string. None tries these and `("tokens", "prompt")`.',
+    )
+    rewards_key: Key = setting(REWARD, help="Key of the rewards. If missing, `task_reward` is used.")
+    advantage_key: Key = setting(ADVANTAGE, help="Key of the advantage.")
+    done_key: Key = setting(
+        DONE, help="True at the last step of a trajectory. If missing, every row is a whole trajectory."
+    )
+    verbose: bool = setting(False, help="Log a line for every batch of complete groups.")
+    trajectory_return: Literal["sum", "mean", "max"] | None = setting(
+        "sum",
+        help="How the rewards of one trajectory become its return. None normalises every reward over all rewards of "
+        "the group instead, as TorchRL does by default.",
+    )
+    keep_return_bounds: tuple[float, float] | None = setting(
+        None,
+        finite=False,
+        help="Groups whose mean return is not strictly inside are left out (dynamic sampling).",
+    )
+    group_key: Key | None = setting(
+        None, help="Identity of the group. None takes `group_id` if present, otherwise `prompt_key`."
+    )
+    clock: Callable[[], float] = setting(
+        time.time, help="Returns the time in seconds. Waiting outlives a process, so the default is the time of day."
+    )
+    batch_groups: int | None = setting(
+        None,
+        min=1,
+        help="Groups per batch. The integer `group_id` divided by this, rounded down, is the number of the batch. "
+        "Groups of a batch wait for each other, so the batch is the same in whatever order its trajectories arrive. "
+        "None for estimators that need no batch.",
+    )
+    scored_in: torch.dtype = setting(
+        torch.float32,
+        help="The dtype that the models compute log-probs in. With a KL penalty in the reward, a group has no spread "
+        "if its task rewards are equal and its returns differ only by the penalty's rounding.",
+    )
+    rewards: dict[str, float] = setting(
+        factory=dict,
+        help="The names of the rewards that a batch has one by one, under the keys `reward_NAME`, with their weights; "
+        "`gdpo` and functions that ask for them take these. Without names the return is the only one.",
+    )
+
+    @property
+    def reads_steps(self) -> bool:
+        """Whether the return is not the sum of the rewards, so that it needs the reward of each step."""
+        return self.trajectory_return != "sum"
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        size, least, bounds = self.grpo_size, self.min_group_size, self.keep_return_bounds
+        return [
+            *WritePath._rules(self),
+            (
+                bool(self.trajectory_return or bounds is None),
+                "keep_return_bounds chooses by return: set trajectory_return.",
+            ),
+            (
+                bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
+                f"keep_return_bounds is {bounds}; it must be an increasing pair.",
+            ),
+            (
+                (self.batch_groups is not None) == (self.estimator in BATCH_ESTIMATORS),
+                f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: {', '.join(BATCH_ESTIMATORS)} "
+                "divide by the spread of a batch, so they need batch_groups, how many groups a batch has, for example "
+                "those of a rollout; the others take none.",
+            ),
+            (
+                (least or size) <= size,
+                f"min_group_size is {least}; it must lie between 1 and grpo_size ({size}).",
+            ),
+        ]
