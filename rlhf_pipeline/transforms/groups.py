@@ -222,7 +222,7 @@ class GroupQueue:
             named_rewards=self._named_rewards(members),
         )
         flat = len(set(codes[graded.degenerate].tolist()))
-        dropped = flat if settings.drops_groups else 0
+        dropped = flat if settings.zero_variance == "drop" else 0
         if settings.verbose:
             message = "%d groups of %d to %d trajectories: mean return %.4g, %d of them without spread"
             _log.info(message, len(sizes), min(sizes), max(sizes), scores.returns.nanmean().item(), flat)
@@ -605,7 +605,7 @@ def new_columns(
         columns[TURN_ADVANTAGES] = Flat(
             torch.cat(graded.turns), torch.tensor([len(turn_advantages) for turn_advantages in graded.turns])
         )
-    if settings.marks_groups and bool(degenerate.any()):
+    if settings.zero_variance == "mark" and bool(degenerate.any()):
         old = batch.get(PRIORITY)
         base = old.values.to(torch.float32) if isinstance(old, Flat) else torch.ones(batch.n)
         columns[PRIORITY] = Flat(torch.where(degenerate, 0.0, base))

@@ -154,7 +154,7 @@ class MCAdvantage(Transform):
             its KL penalty, and of `transforms.advantage_settings.AdvantageSettings`, each with its meaning there.
 
     Attributes:
-        settings: all of these, frozen; each is also an attribute.
+        settings: all of these, frozen; each is also an attribute to read.
 
     Raises:
         DefinitionError: if a setting is unknown or out of range, or two contradict each other.
@@ -213,14 +213,6 @@ class MCAdvantage(Transform):
         self._lock, self._pool = threading.RLock(), BufferPool()
         self._store_call: _StoreCall | None = None
         """The current call of the buffer, if groups wait in its store."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _NAMES:
-            raise DefinitionError(
-                f"{name} is a setting of this MCAdvantage, by which groups may wait already. Make a new one with "
-                f"{name}={value!r}."
-            )
-        super().__setattr__(name, value)
 
     # -- the write path ----------------------------------------------------------------------------------------
 

@@ -268,7 +268,7 @@ class WaitingRows:
         if not len(rows):
             return out
         degenerate = graded.degenerate.numpy()
-        if settings.marks_groups and degenerate.any() and "priority" in self.store.schema:
+        if settings.zero_variance == "mark" and degenerate.any() and "priority" in self.store.schema:
             flat = rows[degenerate]
             out.append(RowUpdate(flat, {"priority": np.zeros(len(flat), np.float32)}, complete=False))
         columns: dict[str, Any] = {"return": graded.returns.double().numpy(), "degenerate": degenerate}
