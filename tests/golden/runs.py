@@ -40,9 +40,9 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
 from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.start import run
+from tests.processes import Children
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import collect, learn, sums_collector, talker
-from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 
 Digest = dict[str, Any]
@@ -326,19 +326,17 @@ def two_collectors(folder: Path) -> Digest:
     The steps are taken again as the ledger says, and must give the same bits; what the weights do not decide is kept.
     """
     pipeline, run_dir = tiny(buffer__max_staleness="2", learn__keep_checkpoints="9"), folder / "run"
-    collectors = [FORKED.Process(target=_collect_in_a_process, args=(pipeline, run_dir)) for _ in range(2)]
-    for process in collectors:
-        process.start()
-    learn(pipeline, run_dir=run_dir)
-    for process in collectors:
-        process.join(120)
+    with Children(folder / "processes") as children:
+        collectors = [children.call(_collect_in_a_process, pipeline, run_dir) for _ in range(2)]
+        learn(pipeline, run_dir=run_dir)
+        exit_codes = [process.wait(120) for process in collectors]
     taken = list(rerun(pipeline, plan_rerun(run_dir, from_step=1), seed=0, device="cpu"))
     names = {"prompt", "group_id", "num_prompt_tokens", "trajectory_id"}
     learned = {i for row in rows_of(run_dir / "ledger.jsonl") for i in row["trajectory_ids"]}
     with TrajectoryStore.open(run_dir / "store") as store:
         first = sorted(store.read_scalars("trajectory_id").tolist())[: pipeline.collect.rollout_size * 6]
     return {
-        "exit_codes": [process.exitcode for process in collectors],
+        "exit_codes": exit_codes,
         "replayed": [one.same_bits and one.ok for one in taken],
         "learned_from": len(learned),
         "first_trajectories": digest_of(first),

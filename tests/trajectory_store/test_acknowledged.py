@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import trajectory_store
+from tests.moments import at_call, fails
 from trajectory_store import (
     BatchError,
     Column,
@@ -299,7 +300,7 @@ def test_an_update_after_another_process_compacted_is_there(tmp_path, backend):
     assert tags_of(path) == list(range(11))
 
 
-def test_an_update_of_a_row_that_a_reader_does_not_know_yet_waits_for_it(tmp_path, backend, monkeypatch):
+def test_an_update_of_a_row_that_a_reader_does_not_know_yet_waits_for_it(tmp_path, backend):
     """Between the look at the catalog and that at the commits, one writer begins a segment, another updates its row."""
     path = create(tmp_path / "s", backend)
     one, two = (TrajectoryStore.open(path, "a") for _ in range(2))
@@ -309,17 +310,16 @@ def test_an_update_of_a_row_that_a_reader_does_not_know_yet_waits_for_it(tmp_pat
     with TrajectoryStore.open(path) as reader:
         assert reader.read_scalars("priority").tolist() == [1.0]
         medium = Memmap if backend == "memmap" else ObjectMedium
-        look, late = medium.refresh, [TrajectoryStore.open(path, "a")]
+        late = [TrajectoryStore.open(path, "a")]
 
-        def look_later(self, segments):
+        def write_meanwhile(_):
             if late:
                 ids.extend(late.pop().append(rows([1])))
                 two.refresh()
                 two.update(ids[-1:], priority=77.0)
-            look(self, segments)
 
-        monkeypatch.setattr(medium, "refresh", look_later)
-        reader.refresh()
+        with at_call(medium.refresh, before=write_meanwhile):
+            reader.refresh()
         assert not late
         assert reader.read_scalars("priority").tolist()[0] == 1.0
         reader.refresh()
@@ -448,15 +448,13 @@ def test_damage_costs_what_it_touches(tmp_path, backend, damage, end):
             assert store.verify().ok
 
 
-def test_a_closed_segment_is_on_the_disk_and_trusted(tmp_path, backend, monkeypatch):
+def test_a_closed_segment_is_on_the_disk_and_trusted(tmp_path, backend):
     """After a restart nothing of it is read before it is asked for, so opening costs what it did before."""
     path = create(tmp_path / "s", backend)
     append_and_close(path, list(range(9)))
-    opened = []
-    real = fs.open_fd
-    monkeypatch.setattr(fs, "open_fd", lambda where, flags: opened.append(str(where)) or real(where, flags))
-    with TrajectoryStore.open(path) as store:
+    with at_call(fs.open_fd) as calls, TrajectoryStore.open(path) as store:
         assert len(store) == 9
+        opened = [str(call.arguments["path"]) for call in calls]
         assert not [where for where in opened if where.endswith("tag/c/0")]
         assert sum(where.endswith(".zip") for where in opened) <= 2 * 2
 
@@ -466,15 +464,15 @@ def test_a_read_that_fails_when_a_killed_writer_is_checked_cuts_nothing_off(tmp_
     """Too many files are open when the data is checked: that costs the segment for now, and is noted nowhere."""
     path = create(tmp_path / "s", backend)
     killed(path, [0, 1])
-    real = fs.open_fd
+    real = os.open
 
-    def full(where, flags):
+    def full(where, *arguments, **options):
         if str(where).endswith(("tag/c/0", ".zip")):
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(where, flags)
+        return real(where, *arguments, **options)
 
     with monkeypatch.context() as patches:
-        patches.setattr(fs, "open_fd", full)
+        patches.setattr(os, "open", full)
         with suppress(StoreError), TrajectoryStore.open(path, "a") as store:
             assert not len(store)
     assert tags_of(path) == [0, 1]
@@ -612,16 +610,13 @@ def test_of_two_updates_at_one_time_the_same_wins_after_a_merge(tmp_path, backen
         for store in (one, two):
             store.update(ids[:1], priority=1.0)
         kind = LocalWriter if backend == "memmap" else ObjectWriter
-        commit, waiting = kind.commit, [True]
 
-        def commit_after_the_other(self, batch, time_ns, catalog):
-            if waiting:
-                waiting.clear()
+        def commit_before(call):
+            if call.number == 1:
                 two.update(ids[1:], priority=200.0)
-            return commit(self, batch, time_ns, catalog)
 
-        monkeypatch.setattr(kind, "commit", commit_after_the_other)
-        one.update(ids[1:], priority=100.0)
+        with at_call(kind.commit, before=commit_before):
+            one.update(ids[1:], priority=100.0)
         found = []
         for _ in range(2):
             two.refresh()
@@ -636,7 +631,7 @@ def test_of_two_updates_at_one_time_the_same_wins_after_a_merge(tmp_path, backen
 
 
 @pytest.mark.parametrize("meanwhile", ["merge", "update"])
-def test_an_eviction_takes_no_update_of_a_row_that_stays(tmp_path, backend, meanwhile, monkeypatch):
+def test_an_eviction_takes_no_update_of_a_row_that_stays(tmp_path, backend, meanwhile):
     """Another process merges the rows that were to go, or updates a row that the eviction does not know of."""
     path = create(tmp_path / "s", backend, max_trajectories=4)
     ids = np.concatenate([append_and_close(path, tags) for tags in ([0, 1], [2, 3])])
@@ -644,11 +639,10 @@ def test_an_eviction_takes_no_update_of_a_row_that_stays(tmp_path, backend, mean
     other.update(ids, priority=5.0)
     if meanwhile == "merge":
         other.close()
-    look, waiting, late = upkeep._victims, [True], []
+    waiting, late = [True], []
 
-    def look_before_the_other(catalog, root):
-        found = look(catalog, root)
-        if found and waiting:
+    def write_after_the_look(call):
+        if call.returned and waiting:
             waiting.clear()
             if meanwhile == "merge":
                 with TrajectoryStore.open(path, "a")._look_in() as theirs:
@@ -657,11 +651,10 @@ def test_an_eviction_takes_no_update_of_a_row_that_stays(tmp_path, backend, mean
                 late.append(other.append(rows([9])))
                 other.update(late[0], priority=7.0)
             other.close()
-        return found
 
-    monkeypatch.setattr(upkeep, "_victims", look_before_the_other)
     with TrajectoryStore.open(path, "a") as store:
-        store.append(rows(range(4, 8)))
+        with at_call(upkeep._victims, after=write_after_the_look):
+            store.append(rows(range(4, 8)))
         assert not waiting
         if meanwhile == "merge":
             assert store.read_scalars("priority", ids).tolist() == [5.0] * 4
@@ -694,96 +687,74 @@ def test_updates_of_a_segment_that_cannot_be_read_stay(tmp_path, backend):
         assert store.read_scalars("priority", ids).tolist() == [5.0] * 2
 
 
-def test_who_opens_a_store_sweeps_nothing_away_that_was_just_merged(tmp_path, backend, monkeypatch):
+def test_who_opens_a_store_sweeps_nothing_away_that_was_just_merged(tmp_path, backend):
     """A process looks while a segment is being merged, and tidies up once the merge is done."""
     path = create(tmp_path / "s", backend)
     for tag in (1, 2):
         append_and_close(path, [tag])
     medium = Memmap if backend == "memmap" else ObjectMedium
-    write, lock = medium.write_merged, FolderBucket.upkeep_lock
     looked, merged, opened = threading.Event(), threading.Event(), []
     late = threading.Thread(target=lambda: opened.append(TrajectoryStore.open(path, "a")))
 
-    def write_while_another_looks(self, entry, meta, parts):
+    def let_another_look(_):
         if not late.ident:
             late.start()
             assert looked.wait(60)
-        write(self, entry, meta, parts)
 
-    def lock_later(self):
-        if threading.current_thread() is late:
+    def lock_later(_):
+        if threading.current_thread() is late and not looked.is_set():
             looked.set()
             assert merged.wait(60)
-        return lock(self)
 
-    monkeypatch.setattr(medium, "write_merged", write_while_another_looks)
-    monkeypatch.setattr(FolderBucket, "upkeep_lock", lock_later)
-    with TrajectoryStore.open(path, "a") as store:
+    with (
+        at_call(FolderBucket.upkeep_lock, before=lock_later),
+        at_call(medium.write_merged, before=let_another_look),
+        TrajectoryStore.open(path, "a") as store,
+    ):
         store.compact()
-    merged.set()
-    late.join()
+        merged.set()
+        late.join()
     opened[0].close()
     assert tags_of(path) == [1, 2]
 
 
-def test_a_writer_that_ends_while_another_process_opens_is_no_damage(tmp_path, backend, monkeypatch):
+def test_a_writer_that_ends_while_another_process_opens_is_no_damage(tmp_path, backend):
     """The catalog may say how many rows a segment has for good before they were all looked at."""
     path = create(tmp_path / "s", backend)
     writer = TrajectoryStore.open(path, "a")
     writer.append(rows([0]))
     medium = Memmap if backend == "memmap" else ObjectMedium
-    look, waiting = medium.open_segments, [True]
 
-    def append_after(self, entries):
-        found = look(self, entries)
-        if waiting:
-            waiting.clear()
+    def append_after(call):
+        if call.number == 1:
             writer.append(rows([1]))
             writer.close()
-        return found
 
-    monkeypatch.setattr(medium, "open_segments", append_after)
-    with TrajectoryStore.open(path) as store:
+    with at_call(medium.open_segments, after=append_after), TrajectoryStore.open(path) as store:
         assert set(store.read_scalars("tag").tolist()) <= {0, 1}
     assert tags_of(path) == [0, 1]
 
 
-def test_a_segment_that_is_merged_away_during_an_update_or_an_opening_is_found_again(tmp_path, backend, monkeypatch):
+def test_a_segment_that_is_merged_away_during_an_update_or_an_opening_is_found_again(tmp_path, backend):
     """The lengths of the rows are read from where they are now; opening reads no column at all."""
     path = create(tmp_path / "s", backend)
     ids = np.array([append_and_close(path, [tag])[0] for tag in (1, 2)])
     other, store = (TrajectoryStore.open(path, "a") for _ in range(2))
-    waiting, locate = [True], Catalog.locate
 
-    def locate_and_lose(self, ids):
-        found = locate(self, ids)
-        if waiting:
-            waiting.clear()
+    def merge(call):
+        if call.number == 1:
             assert other.compact().rows == 2
-        return found
 
-    monkeypatch.setattr(Catalog, "locate", locate_and_lose)
-    store.update(ids, ref=[[0.5], [0.5, 0.5]])
+    with at_call(Catalog.locate, after=merge):
+        store.update(ids, ref=[[0.5], [0.5, 0.5]])
     assert [values.tolist() for values in store.read(ids, "ref")["ref"]] == [[0.5], [0.5, 0.5]]
     store.close()
-    monkeypatch.setattr(Segment, "array", None)
-    TrajectoryStore.open(path).close()
+    with at_call(Segment.array) as reads:
+        TrajectoryStore.open(path).close()
+    assert not reads
 
 
-def failing_once(monkeypatch, kind, name, error):
-    """Let the second call of a method fail."""
-    real, calls = getattr(kind, name), []
-
-    def call(self, *arguments):
-        calls.append(name)
-        if len(calls) == 2:
-            raise error
-        return real(self, *arguments)
-
-    monkeypatch.setattr(kind, name, call)
-
-
-def test_a_look_that_fails_half_way_is_made_again_as_a_whole(tmp_path, backend, monkeypatch):
+def test_a_look_that_fails_half_way_is_made_again_as_a_whole(tmp_path, backend):
     """Of two segments the first is read, and the second has gone, or cannot be read for a moment: nothing is missed."""
     path = create(tmp_path / "s", backend)
     reader, *writers = (TrajectoryStore.open(path, mode) for mode in "raa")
@@ -803,16 +774,14 @@ def test_a_look_that_fails_half_way_is_made_again_as_a_whole(tmp_path, backend, 
     for what, kind, name in [("rows", Segment, "runs"), ("updates", Later, "_read"), ("values", Later, "_values_at")]:
         write(len(ids) + 1)
         reader.refresh()
-        with monkeypatch.context() as patches:
-            failing_once(patches, kind, name, gone)
+        with at_call(getattr(kind, name), before=fails(gone, number=2)):
             check(what)
         check(what)
     write(len(ids) + 1)
-    with monkeypatch.context() as patches:
-        kind, name = (LocalSegment, "refresh") if backend == "memmap" else (ObjectSegment, "take_next")
-        failing_once(patches, kind, name, ReadFailedError(5, "no answer", str(path)))
-        with pytest.raises(ReadFailedError):
-            reader.refresh()
+    look = LocalSegment.refresh if backend == "memmap" else ObjectSegment.take_next
+    no_answer = fails(ReadFailedError(5, "no answer", str(path)), number=2)
+    with at_call(look, before=no_answer), pytest.raises(ReadFailedError):
+        reader.refresh()
     reader.refresh()
     check("commits")
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.damage import flip
-from trajectory_store import Column, CorruptionError, TrajectoryStore, catalog
+from tests.moments import at_call
+from trajectory_store import Column, CorruptionError, TrajectoryStore
 from trajectory_store.local_segment import LocalSegment
 
 SCHEMA = [Column("tag", "int64"), Column("x", "int32", ragged=True), Column("score", "float32", mutable=True)]
@@ -71,17 +72,13 @@ def test_checked_reads_look_at_the_files_now_and_then(tmp_path, monkeypatch):
     """A file that changes under an open reader is compared again without a refresh, and few reads ask."""
     ids = np.concatenate(make(tmp_path / "s"))
     time.sleep(0.06)
-    store, asked = TrajectoryStore.open(tmp_path / "s"), []
-    has_changed = LocalSegment.has_changed
-    monkeypatch.setattr(LocalSegment, "has_changed", lambda self: asked.append(1) or has_changed(self))
-    monkeypatch.setattr(catalog, "LEAST_LOOK_S", 1000.0)
-    for _ in range(30):
-        store.read(ids, checked=True)
-    assert len(asked) == 3, "segments, looked at once"
-    monkeypatch.setattr(catalog, "LEAST_LOOK_S", 0.01)
-    store.refresh()
-    store.read(ids, checked=True)
-    time.sleep(0.2)  # three segments of some ten files are not asked again within 0.06 s
+    store, stopped = TrajectoryStore.open(tmp_path / "s"), time.perf_counter()
+    with monkeypatch.context() as clock, at_call(LocalSegment.has_changed) as looks:
+        clock.setattr(time, "perf_counter", lambda: stopped)
+        for _ in range(30):
+            store.read(ids, checked=True)
+    assert len(looks) == 3, "segments, looked at once"
+    time.sleep(0.6)  # longer than nothing is asked
     flip(next((tmp_path / "s").glob(FILES["scalar"])), 20)
     with pytest.raises(CorruptionError):
         store.read(ids, checked=True)

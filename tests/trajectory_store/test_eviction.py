@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 
+from tests.moments import at_call
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore, fs, upkeep
 from trajectory_store.local_backend import Memmap
 
@@ -205,20 +206,18 @@ def test_an_ordinal_that_came_and_went_is_not_claimed(tmp_path, monkeypatch):
     store = TrajectoryStore.create(tmp_path / "s", SCHEMA, segment_rows=10)
     store.append(rows(0, 10))
     other = TrajectoryStore.open(tmp_path / "s", "a")
-    real, asleep = fs.rename, [True]
+    asleep = [True]
 
-    def rename(source, target):
-        if target.name.startswith("seg-") and asleep.pop() is True:
-            asleep.append(False)
+    def write_meanwhile(call):
+        if asleep and call.arguments["target"].name.startswith("seg-"):
+            asleep.clear()
             store.append(rows(10, 10))
             store.append(rows(20, 10))
             store.compact()
-        else:
-            asleep.append(False)
-        real(source, target)
 
-    monkeypatch.setattr(fs, "rename", rename)
-    ids = other.append(rows(100, 1))
+    with at_call(fs.rename, before=write_meanwhile):
+        ids = other.append(rows(100, 1))
+    assert not asleep
     for view in (store, other, TrajectoryStore.open(tmp_path / "s")):
         view.refresh()
         assert view.read_scalars("n").tolist() == [*range(30), 100]
@@ -311,7 +310,7 @@ def test_batch_memory_is_lent_again_only_when_it_is_free(tmp_path):
         assert len(addresses) == 1
 
 
-def test_a_segment_is_evicted_while_another_process_ends_it(tmp_path, monkeypatch):
+def test_a_segment_is_evicted_while_another_process_ends_it(tmp_path):
     """Whoever opens the store ends the segments of dead writers, and an eviction needs no lock."""
     schema = Schema([Column("n", "int64")])
     dead = TrajectoryStore.create(tmp_path / "s", schema, max_trajectories=4, segment_rows=4)
@@ -319,15 +318,13 @@ def test_a_segment_is_evicted_while_another_process_ends_it(tmp_path, monkeypatc
     with TrajectoryStore.open(tmp_path / "s", "a") as other:
         other.append({"n": range(4, 8)})
         dead._stream._writer.abandon()  # as after a kill
-        real, evicted = Memmap.close_dead, []
+        evicted = []
 
-        def close_dead(self, segment):
-            if segment.ordinal == 0 and not evicted:
+        def evict(call):
+            if call.arguments["segment"].ordinal == 0 and not evicted:
                 evicted.append(upkeep.evict(other._catalog, other._root))
-            return real(self, segment)
 
-        monkeypatch.setattr(Memmap, "close_dead", close_dead)
-        with TrajectoryStore.open(tmp_path / "s", "a") as store:
+        with at_call(Memmap.close_dead, before=evict), TrajectoryStore.open(tmp_path / "s", "a") as store:
             assert evicted == [1]
             assert store["n"].tolist() == [4, 5, 6, 7]
             assert store.verify().ok

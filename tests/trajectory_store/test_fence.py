@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 
+from tests.moments import at_call
 from tests.processes import Children
 from trajectory_store import Column, TrajectoryStore, fs
 from trajectory_store.format import RECORD_SIZE
@@ -91,23 +92,21 @@ def test_what_a_writer_commits_before_it_dies_is_kept_by_whoever_ends_its_segmen
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_commit_at_the_moment_of_the_end_counts_once(tmp_path, monkeypatch, moment):
+def test_a_commit_at_the_moment_of_the_end_counts_once(tmp_path, moment):
     """The other process ends the segment right before, or right after, a record is written: the rows are there once."""
     store = TrajectoryStore.create(tmp_path / "s", [Column("tag", "int64")])
     ids = store.append({"tag": [1]})
-    pwrite = fs.pwrite
+    ended = []
 
-    def with_the_other(descriptor, content, offset):
-        calls = [lambda: pwrite(descriptor, content, offset)]
-        if len(content) == RECORD_SIZE:
-            monkeypatch.setattr(fs, "pwrite", pwrite)
-            calls.insert(0 if moment == "before" else 1, lambda: other.fence(int(ids[0]) >> 32))
-        for call in calls:
-            call()
+    def end(call):
+        if len(call.arguments["data"]) == RECORD_SIZE and not ended:
+            ended.append(call)
+            other.fence(int(ids[0]) >> 32)
 
     with TrajectoryStore.open(tmp_path / "s", "a") as other:
-        monkeypatch.setattr(fs, "pwrite", with_the_other)
-        late = store.append({"tag": [2]})
+        with at_call(fs.pwrite, **{moment: end}):
+            late = store.append({"tag": [2]})
+        assert ended
         assert (int(late[0]) >> 32 == int(ids[0]) >> 32) == (moment == "after")
         store.append({"tag": [3]})
         for one in (store, other):

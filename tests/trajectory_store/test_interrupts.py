@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.crash.interrupts import CALLS, EXCEPTIONS, TimedOut, lines_of, sweep
+from tests.moments import at_call, fails
 from trajectory_store import Column, Schema, TrajectoryStore, fs
 from trajectory_store.catalog import Catalog
 from trajectory_store.local_backend import LocalWriter
@@ -20,18 +21,6 @@ BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 def rows(*tags):
     """A batch in which every value follows from the tag."""
     return {"tag": list(tags), "x": [[tag] * 4 for tag in tags]}
-
-
-def after(monkeypatch, owner, name, error):
-    """Let a function raise once, after it has done its work."""
-    real = getattr(owner, name)
-
-    def call(*arguments, **more):
-        real(*arguments, **more)
-        monkeypatch.setattr(owner, name, real)
-        raise error
-
-    monkeypatch.setattr(owner, name, call)
 
 
 @BACKENDS
@@ -49,13 +38,12 @@ def test_a_write_that_is_interrupted_at_a_line_costs_nothing(backend, call):
 @BACKENDS
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("too long"), TimedOut("too long")])
 @pytest.mark.parametrize("again", [True, False])
-def test_a_commit_that_is_complete_keeps_its_number(tmp_path, monkeypatch, backend, error, again):
+def test_a_commit_that_is_complete_keeps_its_number(tmp_path, backend, error, again):
     """Its writer was interrupted before it counted it, and readers have seen it. Appended again, it is there once."""
     store = TrajectoryStore.create(tmp_path / "s", SCHEMA, backend=backend)
     first = store.append(rows(1)).tolist()
-    owner, name = (LocalWriter, "_put_record") if backend == "memmap" else (ObjectWriter, "_put_commit")
-    after(monkeypatch, owner, name, error)
-    with pytest.raises(type(error)) as caught:
+    put = LocalWriter._put_record if backend == "memmap" else ObjectWriter._put_commit
+    with at_call(put, after=fails(error)), pytest.raises(type(error)) as caught:
         store.append(rows(10, 11))
     assert caught.value is error
     reader = TrajectoryStore.open(tmp_path / "s")
@@ -73,13 +61,12 @@ def test_a_commit_that_is_complete_keeps_its_number(tmp_path, monkeypatch, backe
 
 
 @BACKENDS
-def test_a_retry_may_be_interrupted_as_well(tmp_path, monkeypatch, backend):
+def test_a_retry_may_be_interrupted_as_well(tmp_path, backend):
     """Before it looks at the log, and after it found its rows: they are in the store once."""
     store = TrajectoryStore.create(tmp_path / "s", SCHEMA, backend=backend)
     kind = LocalWriter if backend == "memmap" else ObjectWriter
-    for owner, name in ((kind, "commit"), (kind, "finish"), (Catalog, "refresh_segment")):
-        after(monkeypatch, owner, name, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
+    for function in (kind.commit, kind.finish, Catalog.refresh_segment):
+        with at_call(function, after=fails(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
             store.append(rows(1, 2))
     ids = store.append(rows(1, 2))
     assert store.ids().tolist() == ids.tolist()
@@ -87,20 +74,16 @@ def test_a_retry_may_be_interrupted_as_well(tmp_path, monkeypatch, backend):
     store.close()
 
 
-def test_an_interrupt_as_the_thread_starts_that_ends_a_segment(tmp_path, monkeypatch):
+def test_an_interrupt_as_the_thread_starts_that_ends_a_segment(tmp_path):
     """The segment is ended by the next call, and every call works."""
     store = TrajectoryStore.create(tmp_path / "s", SCHEMA)
     store.append(rows(*range(64)))
-    real = threading.Thread.start
 
-    def start(self):
-        if self.name == "trajectory-end":
-            monkeypatch.setattr(threading.Thread, "start", real)
+    def interrupt(call):
+        if call.arguments["self"].name == "trajectory-end":
             raise KeyboardInterrupt
-        real(self)
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(KeyboardInterrupt):
+    with at_call(threading.Thread.start, before=interrupt), pytest.raises(KeyboardInterrupt):
         store.append(rows(*range(64, 1000)))
     store.append(rows(*range(64, 1000)))
     store.append(rows(*range(1000, 30_000)))
@@ -112,21 +95,16 @@ def test_an_interrupt_as_the_thread_starts_that_ends_a_segment(tmp_path, monkeyp
         assert len(fresh) == 30_000
 
 
-def test_a_time_limit_as_a_commit_is_noted_is_raised(tmp_path, monkeypatch):
+def test_a_time_limit_as_a_commit_is_noted_is_raised(tmp_path):
     """TimeoutError is an OSError, and no word of the disk."""
     store = TrajectoryStore.create(tmp_path / "s", SCHEMA)
     store.append(rows(1))
-    real, writes = fs.pwrite, []
 
-    def pwrite(fd, data, offset):
-        writes.append(len(data))
-        if len(data) == 16 and len(writes) > 1:  # the mark of what is acknowledged
-            monkeypatch.setattr(fs, "pwrite", real)
+    def interrupt(call):
+        if len(call.arguments["data"]) == 16 and call.number > 1:  # the mark of what is acknowledged
             raise TimeoutError("the step took too long")
-        real(fd, data, offset)
 
-    monkeypatch.setattr(fs, "pwrite", pwrite)
-    with pytest.raises(TimeoutError, match="the step took too long"):
+    with at_call(fs.pwrite, before=interrupt), pytest.raises(TimeoutError, match="the step took too long"):
         store.append(rows(2))
     store.append(rows(2))
     assert store["tag"].tolist() == [1, 2]
@@ -134,12 +112,11 @@ def test_a_time_limit_as_a_commit_is_noted_is_raised(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("durability", ["power", "group"])
-def test_an_interrupted_sync_blocks_no_other_thread(tmp_path, monkeypatch, durability):
+def test_an_interrupted_sync_blocks_no_other_thread(tmp_path, durability):
     """The thread that syncs for all is interrupted: those that wait, and those that come, sync themselves."""
     store = TrajectoryStore.create(tmp_path / "s", SCHEMA, durability=durability)
     store.append(rows(1))
-    after(monkeypatch, LocalWriter, "_datasync", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
+    with at_call(LocalWriter._datasync, after=fails(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         store.append(rows(2))
     thread = threading.Thread(target=store.append, args=(rows(3),), daemon=True)
     thread.start()

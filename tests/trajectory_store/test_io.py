@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import trajectory_store
+from tests.moments import at_call
 from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore, columns
 from trajectory_store.file_access import PreadBytes, choose, file_system
 
@@ -117,19 +118,18 @@ def test_more_maps_than_open_files_are_allowed(tmp_path, hard, io):
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_adjacent_rows_are_read_ahead_and_scattered_ones_are_not(tmp_path, monkeypatch, io):
+def test_adjacent_rows_are_read_ahead_and_scattered_ones_are_not(tmp_path, io):
     """The pattern of the access decides, not what else the process reads; the values are the same."""
-    asked: list[int] = []
-    monkeypatch.setattr(columns, "will_need", lambda view, start, end: asked.append(end - start))
     schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])
     with TrajectoryStore.create(tmp_path / "s", schema, segment_rows=20_000) as store:
         store.append({"x": [[i] * 3 for i in range(20_000)], "n": range(20_000)})
-    with TrajectoryStore.open(tmp_path / "s", io=io) as store:
+    with at_call(columns.will_need) as calls, TrajectoryStore.open(tmp_path / "s", io=io) as store:
         ids = store.ids()
         some = ids[np.random.default_rng(0).permutation(20_000)[:64]]
         for _ in range(20):
             assert store.read_padded(some)["n"].tolist() == some.tolist()
-        assert not asked
+        assert not [call for call in calls if call.caller == columns.__name__]
         assert store.read_scalars("n").tolist() == list(range(20_000))
         assert store.read_ragged("x").values.tolist() == np.repeat(np.arange(20_000), 3).tolist()
+        asked = [call.arguments["end"] - call.arguments["start"] for call in calls if call.caller == columns.__name__]
         assert asked == ([160_000, 160_000, 480_000] if io == "mmap" else [])

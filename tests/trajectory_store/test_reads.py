@@ -9,6 +9,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 
+from tests.moments import at_call
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 from trajectory_store.columns import ColumnReader
 
@@ -100,22 +101,19 @@ def test_ids_that_a_merged_segment_never_gave(tmp_path, backend):
             store.read([given[0] - 1])
 
 
-def test_a_condition_sees_the_same_rows_in_every_column(tmp_path, monkeypatch):
+def test_a_condition_sees_the_same_rows_in_every_column(tmp_path):
     """Where the store looks again between two columns, the condition is asked of the rows that were there before."""
     with TrajectoryStore.create(tmp_path / "s", Schema([Column("a", "int64"), Column("b", "int64")])) as store:
         ids = store.append({"a": [0, 1, 2], "b": [2, 1, 0]})
-        real, calls = ColumnReader.scalars, []
 
-        def scalars(self, column):
-            calls.append(column)
-            if len(calls) == 2:
+        def append(call):
+            if call.number == 2:
                 with TrajectoryStore.open(tmp_path / "s", "a") as other:
                     other.append({"a": [9], "b": [0]})
                 store.refresh()
-            return real(self, column)
 
-        monkeypatch.setattr(ColumnReader, "scalars", scalars)
-        assert store.where("a > b").tolist() == ids[[2]].tolist()
+        with at_call(ColumnReader.scalars, before=append):
+            assert store.where("a > b").tolist() == ids[[2]].tolist()
         assert len(store) == 4
         assert store.where("a > b").tolist() == store.ids()[[2, 3]].tolist()
 

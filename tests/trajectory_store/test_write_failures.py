@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import trajectory_store
+from tests.moments import at_call, fails
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore, UnsyncedError, WriteFailedError, fs
 from trajectory_store.batch import prepare
 
@@ -209,38 +210,31 @@ def test_a_flush_that_fails_says_that_the_rows_are_there(tmp_path, monkeypatch, 
             store.flush()
 
 
-def test_a_sync_changes_nothing_that_is_seen(tmp_path, monkeypatch):
+def test_a_sync_changes_nothing_that_is_seen(tmp_path):
     """What another process appends is seen at the next refresh, as a thread beside the store's user needs it."""
-    synced: list[str] = []
     with (
         TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")])) as store,
         TrajectoryStore.open(tmp_path / "s", mode="a") as other,
     ):
         store.append({"n": [0]})
         other.append({"n": [1, 2]})
-        monkeypatch.setattr(fs, "sync_path", lambda path: synced.append(path.name))
-        store.sync()
-        assert (store.watermark, "n" in synced) == (1, True)
+        with at_call(fs.sync_path) as syncs:
+            store.sync()
+        assert (store.watermark, "n" in {sync.arguments["path"].name for sync in syncs}) == (1, True)
         store.flush()
         assert store.watermark == 3
 
 
 @pytest.mark.parametrize("durability", ["process", "power"])
-def test_what_a_full_disk_refused_does_not_come_later(tmp_path, monkeypatch, durability):
+def test_what_a_full_disk_refused_does_not_come_later(tmp_path, durability):
     """An object that could not be written is not put again beside the next rows."""
     store = TrajectoryStore.create(
         tmp_path / "s", Schema([Column("n", "int64")]), backend="zarr", durability=durability
     )
     store.append({"n": [0]})
-    real = fs.write_file
-
-    def full(path, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(fs, "write_file", full)
-    with pytest.raises(WriteFailedError, match="not in the store"):
+    full = fails(OSError(errno.ENOSPC, "No space left on device"))
+    with at_call(fs.write_file, before=full), pytest.raises(WriteFailedError, match="not in the store"):
         store.append({"n": [1]})
-    monkeypatch.setattr(fs, "write_file", real)
     store.append({"n": [1, 2]})
     for view in (store, TrajectoryStore.open(tmp_path / "s")):
         assert view.read_scalars("n").tolist() == [0, 1, 2]
@@ -254,22 +248,22 @@ def test_a_failure_after_the_commit_does_not_look_like_one_of_it(tmp_path, monke
         for i in range(5):
             store.append({"n": [2 * i, 2 * i + 1]})
         segments = len(list((tmp_path / "s").glob("seg-*")))
-        real = {name: getattr(fs, name) for name in ("pwrite", "link")}
+        real = {name: getattr(os, name) for name in ("pwrite", "link")}
         links = []
 
         def no_mark(fd, data, offset):
             if isinstance(data, bytes) and len(data) == 16 and data[0]:
                 raise OSError(errno.EIO, "Input/output error")
-            real["pwrite"](fd, data, offset)
+            return real["pwrite"](fd, data, offset)
 
-        def one_record(source, target):
+        def one_record(source, target, **options):
             links.append(target)
             if len(links) > 2:  # a record and its copy name the new segment, the next one removes another
                 raise OSError(errno.ENOSPC, "No space left on device")
-            real["link"](source, target)
+            real["link"](source, target, **options)
 
-        monkeypatch.setattr(fs, "pwrite", no_mark)
-        monkeypatch.setattr(fs, "link", one_record)
+        monkeypatch.setattr(os, "pwrite", no_mark)
+        monkeypatch.setattr(os, "link", one_record)
         ids = store.append({"n": [10, 11]})
         assert len(links) > 2
         monkeypatch.undo()
@@ -391,16 +385,9 @@ def test_folders_of_killed_makers_are_swept(tmp_path):
 
 
 @BACKENDS
-def test_threads_flush_at_the_same_time(tmp_path, backend, monkeypatch):
+def test_threads_flush_at_the_same_time(tmp_path, backend):
     """One waits for the other: a sync that goes on is not one that failed."""
     with TrajectoryStore.create(tmp_path / "s", Schema([Column("n", "int64")]), backend=backend) as store:
         store.append({"n": [0, 1]})
-        real = fs.sync_path
-
-        def slow(path):
-            time.sleep(0.005)
-            real(path)
-
-        monkeypatch.setattr(fs, "sync_path", slow)
-        with ThreadPoolExecutor(3) as pool:
+        with at_call(fs.sync_path, before=lambda _: time.sleep(0.005)), ThreadPoolExecutor(3) as pool:
             assert [done.result() for done in [pool.submit(store.flush) for _ in range(3)]] == [None] * 3

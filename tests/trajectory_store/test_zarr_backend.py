@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.moments import at_call
 from trajectory_store import (
     Column,
     CorruptionError,
@@ -31,7 +32,7 @@ from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog import Catalog
 from trajectory_store.columns import ColumnReader
 from trajectory_store.errors import ReadFailedError
-from trajectory_store.objects import backend, remote, segment
+from trajectory_store.objects import backend, remote
 from trajectory_store.objects.archive import BLOCK
 from trajectory_store.objects.backend import ObjectMedium
 from trajectory_store.root import read_root
@@ -166,7 +167,7 @@ def test_plain_zarr_reads_a_commit_and_a_merged_segment(tmp_path):
 
 
 @NAMED
-def test_a_batch_of_a_merged_segment_gets_the_chunks_that_it_needs(tmp_path, monkeypatch):
+def test_a_batch_of_a_merged_segment_gets_the_chunks_that_it_needs(tmp_path):
     """Few bytes for few rows; a damaged chunk costs the rows in it, and no other read, whoever asked before."""
     schema = Schema([Column("x", "int32", ragged=True), Column("n", "int64")])
     length, count = 20_000, 40
@@ -176,11 +177,12 @@ def test_a_batch_of_a_merged_segment_gets_the_chunks_that_it_needs(tmp_path, mon
             store.append({"x": list(values[first : first + count // 2]), "n": np.arange(first, first + count // 2)})
         store.compact()
     folder = next((tmp_path / "s").glob("*-merged"))
-    got, ranges = [], FolderBucket.ranges
-    monkeypatch.setattr(
-        FolderBucket, "ranges", lambda self, key, spans: got.append(np.diff(spans).sum()) or ranges(self, key, spans)
-    )
-    with TrajectoryStore.open(tmp_path / "s") as store:
+    got = []
+
+    def add(call):
+        got.append(np.diff(call.arguments["spans"]).sum())
+
+    with at_call(FolderBucket.ranges, before=add), TrajectoryStore.open(tmp_path / "s") as store:
         ids = store.ids()
         for row in (3, 39, 0, 3):
             assert (store.read_padded(ids[[row]], "x")["x"][0] == values[row]).all()
@@ -323,12 +325,12 @@ def test_a_store_that_lost_its_records_is_found_from_its_segments():
 
 def test_a_writer_that_was_taken_for_dead_goes_on_elsewhere(monkeypatch):
     """Its segment is ended and merged by another process; its next rows are in a new one, and all are visible."""
-    memory = MemoryStore()
+    memory, now = MemoryStore(), time.time_ns
     slow = TrajectoryStore.create(memory, Schema([Column("n", "int64")]), backend="zarr")
     slow.append({"n": [0]})
     slow.append({"n": [1]})
     with monkeypatch.context() as patches, TrajectoryStore.open(memory, "a") as other:
-        patches.setattr(segment, "ABANDONED_AFTER_S", -1.0)
+        patches.setattr(time, "time_ns", lambda: now() + int(7200e9))
         other.append({"n": [5]})
         assert other.compact().rows == 3
     ids = slow.append({"n": [2]})
@@ -346,7 +348,8 @@ def test_a_segment_ended_by_another_process_where_a_block_ends(monkeypatch):
         for n in range(BLOCK - 1):
             store.append({"n": [n]})
         with monkeypatch.context() as patches:
-            patches.setattr(segment, "ABANDONED_AFTER_S", -1.0)
+            now = time.time_ns
+            patches.setattr(time, "time_ns", lambda: now() + int(7200e9))
             bucket = remote.open_bucket(memory, durable=False)
             root = read_root(bucket)
             medium = ObjectMedium(bucket, root, None, 1 << 20)
@@ -356,19 +359,16 @@ def test_a_segment_ended_by_another_process_where_a_block_ends(monkeypatch):
             assert reader.verify().ok, str(reader.verify())
 
 
-def test_a_put_makes_its_folder_again_while_another_process_tidies_up(tmp_path, monkeypatch):
+def test_a_put_makes_its_folder_again_while_another_process_tidies_up(tmp_path):
     """Whoever sweeps removes empty folders at any moment, also the one that was made just now."""
-    puts, make = bucket.FolderBucket(tmp_path, durable=False), bucket.fs.mkdir
-    made = []
+    puts = bucket.FolderBucket(tmp_path, durable=False)
 
-    def make_and_lose(path):
-        make(path)
-        made.append(path)
-        if len(made) < 4:
-            os.rmdir(path)
+    def lose(call):
+        if call.number < 4:
+            os.rmdir(call.arguments["path"])
 
-    monkeypatch.setattr(bucket.fs, "mkdir", make_and_lose)
-    assert puts.put_new("seg/a", b"x")
+    with at_call(bucket.fs.mkdir, after=lose) as made:
+        assert puts.put_new("seg/a", b"x")
     assert len(made) == 4
     assert puts.get("seg/a") == b"x"
 
@@ -425,33 +425,29 @@ def test_who_lost_the_claim_sweeps_nothing_away(monkeypatch):
     first, second = (TrajectoryStore.open(memory, "a") for _ in range(2))
     written, swept = threading.Event(), threading.Event()
     then = threading.Thread(target=second.compact)
-    by_columns, drop, write, looking = upkeep._by_columns, upkeep._drop, ObjectMedium.write_merged, []
+    looking = []
 
-    def write_and_wait(self, entry, meta, parts):
-        write(self, entry, meta, parts)
+    def wait(_):
         if threading.current_thread() is then:
             written.set()
             assert swept.wait(30)
 
-    def lose_the_claim(updates):
+    def lose_the_claim(_):
         if threading.current_thread() is not then and not ahead[0]:
             ahead[0] = int(1000e9)
             append(2)
             then.start()
             assert written.wait(30)
             looking[0].refresh()
-        return by_columns(updates)
 
-    def note(catalog, ordinals, rows):
-        looking.append(catalog)
-        return drop(catalog, ordinals, rows)
-
-    monkeypatch.setattr(ObjectMedium, "write_merged", write_and_wait)
-    monkeypatch.setattr(upkeep, "_by_columns", lose_the_claim)
-    monkeypatch.setattr(upkeep, "_drop", note)
-    first.compact()
-    swept.set()
-    then.join()
+    with (
+        at_call(upkeep._drop, before=lambda call: looking.append(call.arguments["catalog"])),
+        at_call(ObjectMedium.write_merged, after=wait),
+        at_call(upkeep._by_columns, before=lose_the_claim),
+    ):
+        first.compact()
+        swept.set()
+        then.join()
     with TrajectoryStore.open(memory) as store:
         assert store.read_scalars("n").tolist() == [0, 1, 2]
         assert store.verify().ok, str(store.verify())

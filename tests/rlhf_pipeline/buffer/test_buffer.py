@@ -27,7 +27,6 @@ from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.retrieve_log_prob import RetrieveLogProb
-from tests.rlhf_pipeline.typed import ended, forked
 
 
 class Table:
@@ -346,13 +345,13 @@ def drawn_elsewhere(path):
     sys.stdout.write(f"{rb.select_step(5, 6).tolist()} {rb.select_step(6, 6, strategy='priority').tolist()}")
 
 
-def test_sample_step_in_another_process(make_buffer, make_rows, tmp_path):
+def test_sample_step_in_another_process(make_buffer, make_rows, tmp_path, children):
     """A process that only reads the store draws the same rows."""
     rb = make_buffer(seed=7)
     rb.extend(lazy_stack(make_rows([4] * 20)))
-    found = ended(forked(drawn_elsewhere, tmp_path / "store", out=tmp_path / "out"), tmp_path / "out")
+    there = children.call(drawn_elsewhere, tmp_path / "store").succeed()
     here = f"{rb.select_step(5, 6).tolist()} {rb.select_step(6, 6, strategy='priority').tolist()}"
-    assert found.out.strip() == here
+    assert there.strip() == here
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhf_pipeline.buffer import filters
 from rlhf_pipeline.buffer.filters import num_completion_tokens, select
 from rlhf_pipeline.errors import DefinitionError
 from trajectory_store import Column, Schema, TrajectoryStore
@@ -35,18 +34,20 @@ def test_bytes_and_nan(tmp_path: Path, condition: str, wanted: list[int]):
                 select(store, [condition.replace("==", ">").replace("!=", "<")])
 
 
-def test_the_tokens_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Replies do not count, nor does a mask of zeros; of an unknown mask, all after the prompt counts."""
-    monkeypatch.setattr(filters, "_BLOCK_ROWS", 2)
+def test_the_tokens_of_the_policy(tmp_path: Path):
+    """Replies do not count, nor does a mask of zeros; of an unknown mask, all after the prompt counts.
+
+    The rows are read in three blocks.
+    """
     tokens, masked = Column("input_ids", "int32", ragged=True), Column("assistant_mask", "bool", ragged=True)
     with TrajectoryStore.create(
         tmp_path / "a", Schema([tokens, masked, Column("num_prompt_tokens", "int32")])
     ) as store:
-        masks = [np.array(mask, bool) for mask in ([0, 1, 0, 1], [0, 0], [], [0, 1, 1])]
+        masks = [np.array(mask, bool) for mask in ([0, 1, 0, 1], [0, 0], [], [0, 1, 1])] * 700
         rows = [np.zeros(len(mask), np.int32) for mask in masks]
-        store.append({"input_ids": rows, "assistant_mask": masks, "num_prompt_tokens": [1, 1, 0, 1]})
-        assert num_completion_tokens(store, store.ids()).tolist() == [2, 0, 0, 2]
-        assert select(store, ["num_completion_tokens==2", "num_tokens>3"]).tolist() == [0]
+        store.append({"input_ids": rows, "assistant_mask": masks, "num_prompt_tokens": [1, 1, 0, 1] * 700})
+        assert num_completion_tokens(store, store.ids()).tolist() == [2, 0, 0, 2] * 700
+        assert select(store, ["num_completion_tokens==2", "num_tokens>3"]).tolist() == [*range(0, 2800, 4)]
     with TrajectoryStore.create(tmp_path / "b", Schema([tokens])) as store:
         store.append({"input_ids": [[1, 2]]})
         assert select(store, ["num_completion_tokens==2"]).tolist() == [0]

@@ -25,7 +25,7 @@ from rlhf_pipeline.buffer.samplers import ConsumingSampler, StalenessAwareSample
 from rlhf_pipeline.buffer.storage import TrajectoryStorage, collated
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
-from tests.rlhf_pipeline.typed import FORKED
+from tests.processes import PRELOADED
 from trajectory_store import BatchError
 
 KINDS = [ReplayBuffer, TensorDictReplayBuffer, TrajectoryReplayBuffer]
@@ -200,20 +200,16 @@ def consume(path, seed, start, answers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])
-def test_two_processes_consume_one_store(tmp_path, make_rows, backend):
+def test_two_processes_consume_one_store(tmp_path, children, make_rows, backend):
     """Every trajectory exactly as often as allowed, whoever takes it."""
     storage = TrajectoryStorage(tmp_path / "store", backend=backend)
     count = 120 if backend == "memmap" else 12
     storage.set(torch.arange(count), lazy_stack(make_rows([4] * count)))
-    context = FORKED
-    answers, start = context.Queue(), context.Barrier(2)
-    workers = [context.Process(target=consume, args=(tmp_path / "store", seed, start, answers)) for seed in range(2)]
-    for worker in workers:
-        worker.start()
+    answers, start = PRELOADED.Queue(), PRELOADED.Barrier(2)
+    workers = [children.call(consume, tmp_path / "store", seed, start, answers) for seed in range(2)]
     found = [answers.get(timeout=250) for _ in workers]
     for worker in workers:
-        worker.join()
-        assert worker.exitcode == 0
+        worker.succeed()
     assert sorted(found[0] + found[1]) == sorted([*storage.row_ids().tolist()] * 2)
     storage.refresh()
     assert storage[:]["use_count"].tolist() == [2] * count

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.run.rows import StepRows
+from tests.processes import Children
 
-from ..typed import begun, ended, typed
 from .conftest import Cli
 
 pytestmark = pytest.mark.slow
@@ -46,23 +46,23 @@ def test_run_look_resume(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cli("verify", "runs/copy_digits").code == 0
 
 
-def test_signals_save_and_say_how_to_go_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_signals_save_and_say_how_to_go_on(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: Children
+):
     """In a process of its own a signal ends the run after a step, the exit code tells which; it goes on from there."""
     monkeypatch.chdir(tmp_path)
     metrics = tmp_path / "runs" / "copy_digits" / "metrics.jsonl"
     new = [*SMALL, "--set", "learn.stop_at_reward=none"]
     for number, code, more in ((signal.SIGINT, 130, new), (signal.SIGTERM, 143, ["--resume"])):
         before = len(StepRows(metrics))
-        run = begun("run", "copy_digits", "--steps", "100000", *more, out=tmp_path / "out")
-        while len(StepRows(metrics)) <= before and run.is_alive():
-            time.sleep(0.1)
-        os.kill(run.pid or 0, number)
-        done = ended(run, tmp_path / "out")
-        assert done.code == code, done.out
-        assert "importing torch" in done.out.splitlines()[0]
-        assert "stopped and saved: " in done.out
-        assert "rlhf-pipeline run copy_digits --resume" in done.out
-        assert "Traceback" not in done.out
+        run = children.run("run", "copy_digits", "--steps", "100000", *more)
+        run.until(lambda before=before: len(StepRows(metrics)) > before, every=0.1)
+        run.send_signal(number)
+        assert run.wait() == code, run.output()
+        assert "importing torch" in run.output().splitlines()[0]
+        assert "stopped and saved: " in run.output()
+        assert "rlhf-pipeline run copy_digits --resume" in run.output()
+        assert "Traceback" not in run.output()
         assert cli("verify", "runs/copy_digits").code == 0
     steps = len(StepRows(metrics))
     assert (metrics.parent / "checkpoints" / f"step-{steps:08d}").is_dir()
@@ -129,21 +129,17 @@ def test_supervise_stop_look_resume(cli: Cli, tmp_path: Path):
     assert log.count("supervisor: started") == log.count("supervisor: ended") == 2
 
 
-def test_collect_and_learn_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_collect_and_learn_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: Children):
     """A collector makes the run, a learner joins it by its folder; both leave when it has ended."""
     monkeypatch.chdir(tmp_path)
-    log = tmp_path / "collector"
-    collector = begun("collect", "long_running", "--run", "mine", "--set", "learn.steps=3", *SMALL, out=log)
-    while not (tmp_path / "mine" / "config.json").is_file() and collector.is_alive():
-        time.sleep(0.05)
-    learned = typed("learn", "--run", "mine", out=tmp_path / "learner")
-    assert learned.code == 0, learned.out
-    assert "in 3 steps" in learned.out
-    assert "rlhf-pipeline learn --run mine --steps 6" in learned.out
-    collected = ended(collector, log)
-    assert collected.code == 0, collected.out
-    assert "collector-0: rollout 0  weights of step 0  reward" in collected.out
-    assert "collector-0: the run has ended" in collected.out
+    collector = children.run("collect", "long_running", "--run", "mine", "--set", "learn.steps=3", *SMALL)
+    collector.until((tmp_path / "mine" / "config.json").is_file)
+    learned = children.run("learn", "--run", "mine").succeed()
+    assert "in 3 steps" in learned
+    assert "rlhf-pipeline learn --run mine --steps 6" in learned
+    collected = collector.succeed()
+    assert "collector-0: rollout 0  weights of step 0  reward" in collected
+    assert "collector-0: the run has ended" in collected
 
 
 def test_what_cannot_start_is_said_at_once(tmp_path: Path):

@@ -33,6 +33,7 @@ from rlhf_pipeline.report.drift import drifted
 from rlhf_pipeline.report.stored import Stored
 from rlhf_pipeline.run.start import run as run_pipeline
 from rlhf_pipeline.user_code.runtime import process_runtime
+from tests.processes import Children
 from tests.rlhf_pipeline.environments.lossy import LosesFirstResponse
 from tests.rlhf_pipeline.small import CHAT_TEMPLATE, response_template, talker
 
@@ -492,8 +493,13 @@ def test_several_choices_are_rows():
     assert one.edited_histories == 0
 
 
-def test_a_turn_that_was_changed_keeps_the_tokens_before_it(monkeypatch):
-    """A trimmed second turn begins a new row with the stored tokens of the first one, and is reported once."""
+def test_a_turn_that_was_changed_keeps_the_tokens_before_it(children: Children):
+    """A trimmed second turn begins a new row with the stored tokens of the first one; a process reports it once."""
+    children.call(change_a_turn).succeed()
+
+
+def change_a_turn() -> None:
+    """What the test before says, in a process that has reported nothing."""
 
     async def program(base_url: str, api_key: str, prompt: Prompt) -> float:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -506,7 +512,6 @@ def test_a_turn_that_was_changed_keeps_the_tokens_before_it(monkeypatch):
             await client.chat.completions.create(model="policy", messages=messages)
         return 1.0
 
-    monkeypatch.setattr("rlhf_pipeline.user_code.runtime._RUNTIME", None)  # one that has reported nothing
     (one, _) = run(AgentProgram(program), "12")
     assert one.failure is None
     first, second = (row.row for row in one.sampled_rows)

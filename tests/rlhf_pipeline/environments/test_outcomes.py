@@ -20,6 +20,7 @@ from rlhf_pipeline.environments.outcomes import BROKEN, CALLS, LENGTH, OUTCOMES,
 from rlhf_pipeline.errors import EngineError
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.run.start import run
+from tests.moments import Call, at_call
 from trajectory_store import TrajectoryStore
 
 PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
@@ -88,6 +89,11 @@ class Aborts(Coin):
             Aborts.done = True
             Aborts.engines[-1].abort()
         return Step("c") if turn.number == 1 else super().step(turn)
+
+
+def remember_engine(call: Call) -> None:
+    """Let the environment above know the engine."""
+    Aborts.engines.append(call.arguments["self"])
 
 
 def tool(fails: Callable[[], object] | None = None) -> Tools:
@@ -207,15 +213,12 @@ def stored(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES, ids=lambda outcome: outcome.name.replace(" ", "_"))
-def test_an_ending_counts_as_the_table_says(outcome: Outcome, tmp_path, monkeypatch):
+def test_an_ending_counts_as_the_table_says(outcome: Outcome, tmp_path):
     """Reason, failure and reward of its rows, the baseline of their groups, and the figures of run and evaluation."""
     case = CASES[outcome.name]
-    converse = SlotEngine.converse
-    monkeypatch.setattr(Aborts, "done", False)
-    monkeypatch.setattr(
-        SlotEngine, "converse", lambda self, *a, **k: Aborts.engines.append(self) or converse(self, *a, **k)
-    )
-    run(pipeline(case), run_dir=tmp_path / "run", definition="outcomes")
+    Aborts.done = False
+    with at_call(SlotEngine.converse, before=remember_engine):
+        run(pipeline(case), run_dir=tmp_path / "run", definition="outcomes")
     rows = stored(tmp_path / "run" / "store")
     failure = case.failure or outcome.failure
     reasons, failures = np.array(rows["finish_reason"]), np.array(rows["failure_reason"])
@@ -279,15 +282,14 @@ def test_every_outcome_is_provoked_and_printed():
     assert table() in PAGE.read_text("utf-8")
 
 
-def test_an_engine_that_aborts_stores_nothing(tmp_path, monkeypatch):
+def test_an_engine_that_aborts_stores_nothing(tmp_path):
     """Without a second try the run ends, and the rollout is sampled again by whoever resumes it."""
-    converse = SlotEngine.converse
-    monkeypatch.setattr(Aborts, "done", False)
-    monkeypatch.setattr(
-        SlotEngine, "converse", lambda self, *a, **k: Aborts.engines.append(self) or converse(self, *a, **k)
-    )
+    Aborts.done = False
     once = dataclasses.replace(pipeline(Case(environment=Aborts)), evaluate=None)
-    with pytest.raises(EngineError, match="none of it was stored"):
+    with (
+        at_call(SlotEngine.converse, before=remember_engine),
+        pytest.raises(EngineError, match="none of it was stored"),
+    ):
         run(once, run_dir=tmp_path / "run", definition="outcomes")
     run(once, run_dir=tmp_path / "run", definition="outcomes", resume=True)
     rows = stored(tmp_path / "run" / "store")

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from rlhf_pipeline.learner.state import read_state
 from rlhf_pipeline.report.check import check_run, check_store
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import StepRows
+from tests.processes import Children
 from tests.rlhf_pipeline.small import drawn_trajectory
-from tests.rlhf_pipeline.typed import begun, ended, forked
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,15 +63,10 @@ def launch(
     Every process reads its own rows once: together all of the store in each step, and none of them twice.
     """
     arguments = [str(PROGRAM), str(store), str(checkpoints), str(first), str(last), dtype, start, loss]
-    outputs = [store.with_name(f"rank-{rank}.txt") for rank in range(processes)]
     environments = group_of(processes) if processes > 1 else [{}]
-    children = [
-        forked(run_program, arguments, out=output, env=environment)
-        for environment, output in zip(environments, outputs, strict=True)
-    ]
-    done = [ended(child, output, 500) for child, output in zip(children, outputs, strict=True)]
-    texts = [one.out for one in done]
-    assert [one.code for one in done] == [0] * processes, "\n".join(texts)
+    with tempfile.TemporaryDirectory() as folder, Children(Path(folder)) as children:
+        ranks = [children.call(run_program, arguments, env=environment) for environment in environments]
+        texts = [rank.succeed(500) for rank in ranks]
     for name in ("ledger.jsonl",):
         store.with_name(name).unlink(missing_ok=True)
     said = [json.loads(text.strip().splitlines()[-1]) for text in texts]
@@ -187,7 +183,7 @@ def test_the_program_of_the_page_runs_on_two_processes(tmp_path, store):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
+def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path, children):
     """`torchrun ... -m rlhf_pipeline run` has the curve of one process; once torchrun is killed its processes save."""
     sizes = (
         "collect.group_size=4",
@@ -200,20 +196,15 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
     assert main(["run", *options, "--steps", "4", "--out", str(tmp_path / "one")]) == 0
     command = [*TORCHRUN, "-m", "rlhf_pipeline", "run", "--out", "two"]
     run = RunFolder(tmp_path / "two")
-    with (tmp_path / "out").open("w") as out:
-        killed = subprocess.Popen(
-            [*command, *options, "--steps", "100000"], cwd=tmp_path, env=os.environ | PATHS, stdout=out, stderr=out
-        )
-        while len(StepRows(run.metrics_file)) < 4 and killed.poll() is None:
-            time.sleep(0.1)
-        ranks = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
-        assert len(ranks) == 2, (tmp_path / "out").read_text()
-        killed.kill()
-        killed.wait()
+    killed = children.program(*command, *options, "--steps", "100000", cwd=tmp_path, env=PATHS)
+    killed.until(lambda: len(StepRows(run.metrics_file)) >= 4, every=0.1)
+    ranks = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    assert len(ranks) == 2, killed.output()
+    killed.kill()
     while any(is_running(rank) for rank in ranks):
         time.sleep(0.1)
     steps = len(StepRows(run.metrics_file))
-    assert (run.checkpoints / f"step-{steps:08d}").is_dir(), (tmp_path / "out").read_text()
+    assert (run.checkpoints / f"step-{steps:08d}").is_dir(), killed.output()
     done = subprocess.run(
         [*command, "--resume", "--steps", str(steps + 1)],
         cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False,
@@ -238,20 +229,16 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path):
     [("learn.logger=mlflow", "pip install mlflow"), ("prompts.num_digits=600", "model's context is 512")],
     ids=["before the models", "before the store"],
 )
-def test_a_start_that_fails_ends_all_processes(tmp_path, monkeypatch, setting, said):
+def test_a_start_that_fails_ends_all_processes(tmp_path, monkeypatch, children, setting, said):
     """The others wait for the first one's word, not for a process that is gone: its message is printed at once."""
     if importlib.util.find_spec("mlflow") and "mlflow" in said:
         pytest.skip("mlflow is installed")
     monkeypatch.chdir(tmp_path)
-    words, outputs = (
-        ("run", "copy_digits", "--set", setting, "--out", "run"),
-        [tmp_path / "rank-0", tmp_path / "rank-1"],
-    )
-    children = [begun(*words, out=out, env=env) for out, env in zip(outputs, group_of(2), strict=True)]
-    done = [ended(child, out, 200) for child, out in zip(children, outputs, strict=True)]
-    assert done[0].code == 2
-    assert done[1].code != -9, "it has not ended by itself"
-    assert said in done[0].out
+    words = ("run", "copy_digits", "--set", setting, "--out", "run")
+    first, second = [children.run(*words, env=env) for env in group_of(2)]
+    assert first.wait(200) == 2
+    second.wait(200)
+    assert said in first.output()
     assert not (tmp_path / "run").exists()
 
 

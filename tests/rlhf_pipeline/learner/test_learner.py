@@ -15,6 +15,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.rows import StepRows
+from tests.moments import at_call
 from tests.rlhf_pipeline.small import trajectory
 from trajectory_store import Column, Schema
 
@@ -490,7 +491,7 @@ def test_a_row_without_a_reference_leaves_the_step_whatever_the_split(make_learn
 
 
 @pytest.mark.parametrize("scored", [0, 1])
-def test_the_references_column_is_read_if_a_row_has_it(make_learner, monkeypatch, scored):
+def test_the_references_column_is_read_if_a_row_has_it(make_learner, scored):
     """One row with a reference is enough, in whichever micro-batch; without any, the column of NaN is not made."""
     rows = [row.clone() for row in TURNS]
     for row in rows[:scored]:
@@ -498,16 +499,10 @@ def test_the_references_column_is_read_if_a_row_has_it(make_learner, monkeypatch
     learner = make_learner(9)
     for row in rows:
         learner.buffer.extend_raw(lazy_stack([row.clone()]).update({"advantage": torch.ones(1)}))
-    read, asked = TrajectoryStorage.columns, []
-
-    def seen(self, row_ids, keys):
-        asked.append(learner.loss.tensor_keys.ref_log_probs in keys)
-        return read(self, row_ids, keys)
-
-    monkeypatch.setattr(TrajectoryStorage, "columns", seen)
-    figures = learner.step(1)
-    assert len(asked) > 1
-    assert set(asked) == {bool(scored)}
+    with at_call(TrajectoryStorage.columns) as reads:
+        figures = learner.step(1)
+    assert len(reads) > 1
+    assert {learner.loss.tensor_keys.ref_log_probs in read.arguments["keys"] for read in reads} == {bool(scored)}
     assert (figures["kl_k1"] is not None) == bool(scored)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rlhf_pipeline.learner.lora import add_adapters
 from rlhf_pipeline.policies import compiled_modules
 from rlhf_pipeline.policies.compiled_modules import compiled_by, prepare_modules
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from tests.moments import Call, at_call
 
 EAGER = "aot_eager"
 """Traces and differentiates as inductor does, and then runs torch's own kernels."""
@@ -65,34 +67,43 @@ def test_scores_and_gradients_are_the_same_for_all_lengths(layout):
     assert (fused.take_computed()["compiled"], eager.take_computed()["compiled"]) == ("norms+mlps", "none")
 
 
-def test_sampling_stays_eager(monkeypatch):
+@contextmanager
+def compiled_calls() -> Iterator[list[Call]]:
+    """The calls of modules whose compiled code runs."""
+    compiled: list[Call] = []
+
+    def note(call: Call) -> None:
+        if compiled_modules._backend.get() is not None:
+            compiled.append(call)
+
+    with at_call(compiled_modules._forward, before=note):
+        yield compiled
+
+
+def test_sampling_stays_eager():
     """Completions and log-probs have the same bits, and nothing compiled runs."""
     eager, fused = policy(), policy()
     fused.set_scoring(layout="padded", compiled="on", backend=EAGER)
-    monkeypatch.setattr(compiled_modules, "_compiled", lambda *arguments: pytest.fail("a compiled module was called"))
     prompt = eager.tokenizer.encode("12=")
-    one, other = (each.generate_groups([prompt], group_size=3, seed=1) for each in (eager, fused))
+    with compiled_calls() as compiled:
+        one, other = (each.generate_groups([prompt], group_size=3, seed=1) for each in (eager, fused))
+    assert not compiled
     for a, b in zip(one, other, strict=True):
         assert (a.token_ids, a.log_probs.tolist()) == (b.token_ids, b.log_probs.tolist())
 
 
-def test_a_recomputed_layer_runs_the_modules_of_the_forward_pass(monkeypatch):
+def test_a_recomputed_layer_runs_the_modules_of_the_forward_pass():
     """The backward pass, outside of the context, runs the compiled modules again, with the same gradients."""
     eager, fused = policy(), policy()
     fused.set_scoring(layout="padded", compiled="on", backend=EAGER)
-    expected, calls, compile_ = scored(eager, 3, 9), list[str](), compiled_modules._compiled
-
-    def noted(forward: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
-        calls.append(backend)
-        return compile_(forward, backend)
-
-    monkeypatch.setattr(compiled_modules, "_compiled", noted)
-    assert_same(scored(fused, 3, 9), expected)
-    once = len(calls)
+    expected = scored(eager, 3, 9)
+    with compiled_calls() as once:
+        assert_same(scored(fused, 3, 9), expected)
     fused.checkpoint_activations()
     fused.train()
-    assert_same(scored(fused, 3, 9), expected)
-    assert len(calls) == 3 * once - 1  # the norm behind the layers is not recomputed
+    with compiled_calls() as again:
+        assert_same(scored(fused, 3, 9), expected)
+    assert len(again) == 2 * len(once) - 1  # the norm behind the layers is not recomputed
 
 
 def test_a_copy_of_the_model_runs_its_own_weights():

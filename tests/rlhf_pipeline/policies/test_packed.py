@@ -198,6 +198,7 @@ def _shared_model():
 @pytest.mark.parametrize("layout", LAYOUTS_TO_COMPARE)
 def test_a_long_segment_after_a_prefix_goes_block_by_block(make_model, layout, monkeypatch):
     """Blocks of queries give what one call gives."""
+    # The models of these tests have fewer positions than one block has queries.
     monkeypatch.setattr("rlhf_pipeline.policies._packed_attention.QUERY_BLOCK", 4)
     compared_with_padded_rows(make_model("qwen2"), layout, groups(seed=5))
 

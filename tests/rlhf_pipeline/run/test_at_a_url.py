@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
 from tests.crash._s3 import missing, serve
-from tests.rlhf_pipeline.typed import begun, ended, typed
+from tests.processes import Children
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,22 +27,19 @@ PIPELINE = [
 ]
 
 
-def said(*words: str, code: int = 0) -> str:
-    """Type a command; returns what it prints."""
-    with TemporaryDirectory() as folder:
-        done = typed(*words, out=Path(folder) / "out")
-    assert done.code == code, f"{words}: {done.out}"
-    return done.out
+Command = Callable[..., str]
 
 
-def until(happens: Callable[[], Any], process: BaseProcess, log: Path) -> Any:
-    """Wait until something is there, and return it."""
-    late = time.monotonic() + LATE_S
-    while not (found := happens()):
-        assert time.monotonic() < late, log.read_text()
-        assert process.is_alive(), log.read_text()
-        time.sleep(0.2)
-    return found
+@pytest.fixture
+def said(children: Children) -> Command:
+    """Types a command; returns what it prints."""
+
+    def run(*words: str, code: int = 0) -> str:
+        command = children.run(*words)
+        assert command.wait() == code, f"{words}: {command.output()}"
+        return command.output()
+
+    return run
 
 
 def assert_same_curve(run: RunFolder, straight: RunFolder, tolerance: float) -> None:
@@ -67,7 +60,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield rig.url
 
 
-def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path):
+def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path, said: Command):
     """Its steps come out again bit for bit: from a checkpoint, into a folder, and into another URL."""
     said("run", *PIPELINE, "--steps", "6", "--out", url)
     assert "-> 1 " in said("compact", url)
@@ -79,32 +72,29 @@ def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path):
     assert "going on after step 6" in said("replay", "--resume", "--out", f"{url}-again", "--steps", "6")
 
 
-def test_a_run_that_was_killed_goes_on(url: str, tmp_path: Path):
+def test_a_run_that_was_killed_goes_on(url: str, children: Children, said: Command):
     """While it lives, another process is refused; once it is dead, the next one waits for the end of its lease."""
-    log = tmp_path / "log"
-    first = begun("run", *PIPELINE, "--steps", "100000", "--out", url, out=log)
+    first = children.run("run", *PIPELINE, "--steps", "100000", "--out", url)
     run = RunFolder(url)
-    until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, first, log)
+    first.until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, seconds=LATE_S, every=0.2)
     assert f"has a run already: process {first.pid}" in said("run", "--resume", "--out", url, code=2)
     first.kill()
-    first.join()
     steps = len(RunFolder(url).metrics)
     assert "going on after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))
     assert "is whole" in said("verify", url)
 
 
-def test_two_learners_learn_like_one(url: str, tmp_path: Path):
+def test_two_learners_learn_like_one(url: str, tmp_path: Path, children: Children, said: Command):
     """One of them is killed on the way: both are started again, and take the steps after the checkpoint again."""
-    straight, log = tmp_path / "straight", tmp_path / "log"
+    straight = tmp_path / "straight"
     said("run", *PIPELINE, "--steps", "6", "--out", str(straight))
     words = ["run", *PIPELINE, "--steps", "6", "--collectors", "1", "--learners", "2", "--out", url]
-    process = begun(*words, out=log)
+    process = children.run(*words)
     run = RunFolder(url)
-    until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, process, log)
-    pid = int(until(lambda: pid_of("learner-1"), process, log))
+    process.until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, seconds=LATE_S, every=0.2)
+    pid = int(process.until(lambda: pid_of("learner-1"), seconds=LATE_S, every=0.2) or 0)
     os.kill(pid, signal.SIGKILL)
-    assert ended(process, log, LATE_S).code == 0, log.read_text()
-    assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in log.read_text()
+    assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in process.succeed(LATE_S)
     done = RunFolder(run.address)
     assert_same_curve(done, RunFolder(straight), 1e-5)
     assert {row["processes"] for row in done.metrics} == {2}

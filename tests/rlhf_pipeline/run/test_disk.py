@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rlhf_pipeline.errors import RunStorageError
-from rlhf_pipeline.run import disk
 from rlhf_pipeline.run.disk import DiskWatch, disk_usage
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from tests.moments import at_call
 from tests.rlhf_pipeline.small import Clock, tiny, weights
 
 
@@ -60,15 +60,16 @@ def test_a_short_run_never_takes_more_than_its_budget(tmp_path):
     assert len(RunFolder(tmp_path / "run").metrics) < 60
 
 
-def test_a_look_between_two_measurements_touches_no_file(tmp_path, monkeypatch):
+def test_a_look_between_two_measurements_touches_no_file(tmp_path):
     """Within a minute what was written is added; the folder is measured once."""
-    measured, written = [], [0]
-    monkeypatch.setattr(disk, "disk_usage", lambda place: measured.append(place) or 0)
-    watch = DiskWatch(tmp_path, 1000, lambda text: None, written=lambda: written[-1], clock=Clock())
-    for _ in range(5):
-        watch.look()
-        written.append(written[-1] + 100)
-    assert (watch.used, len(measured)) == (500, 2)  # the folder, and its checkpoints
+    written, empty = [0], disk_usage(tmp_path)
+    with at_call(disk_usage) as measured:
+        watch = DiskWatch(tmp_path, empty + 1000, lambda text: None, written=lambda: written[-1], clock=Clock())
+        for _ in range(5):
+            watch.look()
+            written.append(written[-1] + 100)
+    places = {call.arguments["place"] for call in measured}
+    assert (watch.used, len(places)) == (empty + 500, 2)  # the folder, and its checkpoints
     written.append(950)
-    with pytest.raises(RunStorageError, match="takes 950 bytes"):
+    with pytest.raises(RunStorageError, match=f"takes {empty + 950:,} bytes"):
         watch.look()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -36,6 +31,7 @@ from rlhf_pipeline.run.build import build_models, build_parts, open_storage
 from rlhf_pipeline.run.events import Event, Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
+from tests.processes import Children
 from tests.rlhf_pipeline.fake_device import to_device
 from tests.rlhf_pipeline.policies.engines.fake_vllm import FakeVLLM
 from tests.rlhf_pipeline.small import collect, learn
@@ -218,28 +214,18 @@ def test_collectors_beside_a_learner_give_the_server_what_is_published(server: F
         assert (store.read_scalars("policy_version") <= 2).all()
 
 
+def run_digits(address: str, run_dir: Path) -> None:
+    """Run 40 steps with the engine at an address."""
+    run(digits(address, 40), run_dir=run_dir)
+
+
 @pytest.mark.crash
-def test_a_killed_run_goes_on_with_its_server(server: FakeVLLM, tmp_path: Path):
+def test_a_killed_run_goes_on_with_its_server(server: FakeVLLM, tmp_path: Path, children: Children):
     """`kill -9` in the middle of a rollout: every trajectory is there once, and every step was taken once."""
     server.delay_s = 0.02
-    program = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from pathlib import Path
-from tests.rlhf_pipeline.run.test_engines import digits
-from rlhf_pipeline.run.start import run
-run(digits({server.address!r}, 40), run_dir=Path({str(tmp_path / "run")!r}))
-"""
-    child = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        end = time.monotonic() + 120
-        while len(server.requests) < 4 * PROMPTS + 1:  # in its fifth rollout
-            assert child.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.002)
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+    child = children.call(run_digits, server.address, tmp_path / "run")
+    child.until(lambda: len(server.requests) > 4 * PROMPTS, every=0.002)  # in its fifth rollout
+    assert child.killed()
     server.delay_s = 0.0
     run(override(digits(server.address, 40), "learn.steps", "7"), run_dir=tmp_path / "run", resume=True)
     check_store(tmp_path / "run", 7)

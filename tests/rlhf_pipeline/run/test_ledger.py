@@ -5,6 +5,7 @@ import pytest
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Progress
 from rlhf_pipeline.run.rows import StepRows
+from tests.moments import Call, at_call
 
 
 def row(step: int, ids: list[int], **more: object) -> dict:
@@ -34,7 +35,7 @@ def test_a_step_with_other_trajectories_drops_what_was_planned_after_it(tmp_path
     assert list(ledger.rows) == [row(1, [1]), row(2, [9])]
 
 
-def test_a_kill_while_a_step_is_replaced_leaves_no_figures_of_what_did_not_happen(tmp_path, monkeypatch):
+def test_a_kill_while_a_step_is_replaced_leaves_no_figures_of_what_did_not_happen(tmp_path):
     """The figures of a step go before its row does: a resume would take them for those of the step that replaces it."""
     ledger = Ledger(tmp_path / "ledger.jsonl", metrics=StepRows(tmp_path / "metrics.jsonl"))
     for step in (1, 2, 3):
@@ -42,13 +43,12 @@ def test_a_kill_while_a_step_is_replaced_leaves_no_figures_of_what_did_not_happe
         assert ledger.metrics is not None
         ledger.metrics.append({"step": step, "loss": 0.5})
 
-    def killed(step: int) -> None:
-        raise SystemExit(step)
+    def killed(call: Call) -> None:
+        if call.arguments["self"] is ledger.rows:
+            raise SystemExit
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ledger.rows, "drop_from", killed)
-        with pytest.raises(SystemExit):
-            ledger.record(row(2, [9]))
+    with at_call(type(ledger.rows).drop_from, before=killed), pytest.raises(SystemExit):
+        ledger.record(row(2, [9]))
     assert (StepRows(tmp_path / "metrics.jsonl").last_step, ledger.rows.last_step) == (1, 3)
     ledger.record(row(2, [9]))
     assert (StepRows(tmp_path / "metrics.jsonl").last_step, ledger.rows.last_step) == (1, 2)

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -23,15 +23,16 @@ from rlhf_pipeline.learner import host_copies
 from rlhf_pipeline.learner.host_copies import HostCopies
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.state import LearnerState
-from rlhf_pipeline.run import loop as loops
 from rlhf_pipeline.run.build import build_models, build_parts
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
+from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.events import Event, EventHandler, Notice, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop, Progress, Source, StepBatch
 from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
+from tests.moments import Call, at_call, fails
 from tests.rlhf_pipeline.small import tiny, weights
 
 PIPELINE = tiny(collect__prompts_per_rollout="2", learn__steps="5", learn__checkpoint_every="2", learn__epochs="1")
@@ -293,17 +294,10 @@ def test_evaluations_that_a_signal_leaves_undone_leave_the_run_unfinished(tmp_pa
     assert lines(tmp_path / "run") == [1, 2, 3, 4, 5]
 
 
-def test_a_used_up_budget_saves_the_last_step_first(tmp_path, monkeypatch):
+def test_a_used_up_budget_saves_the_last_step_first(tmp_path):
     """The error reaches the user, and the step before it is not lost."""
-    looks: list[int] = []
-
-    def look(_: object) -> None:
-        looks.append(1)
-        if len(looks) == 4:
-            raise RunStorageError("it takes more than it may")
-
-    monkeypatch.setattr(loops.DiskWatch, "look", look)
-    with loop_in(tmp_path / "run") as loop, pytest.raises(RunStorageError):
+    used_up = fails(RunStorageError("it takes more than it may"), number=4)
+    with loop_in(tmp_path / "run") as loop, at_call(DiskWatch.look, before=used_up), pytest.raises(RunStorageError):
         loop.run()
     assert lines(tmp_path / "run") == [1, 2, 3]
     assert saved(tmp_path / "run")[-1] == 3
@@ -432,22 +426,16 @@ def test_what_torch_has_drawn_before_a_run_is_none_of_its_matter(tmp_path):
         assert torch.initial_seed() == 0
 
 
-def held_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], object]) -> None:
+def held_writes(before: Callable[[Path], object]) -> AbstractContextManager[list[Call]]:
     """Call a function in the thread that writes a checkpoint, before each write."""
-    write = LearnerState.write
-
-    def held(state: LearnerState, folder: Path) -> None:
-        before(folder)
-        write(state, folder)
-
-    monkeypatch.setattr(LearnerState, "write", held)
+    return at_call(LearnerState.write, before=lambda call: before(call.arguments["folder"]))
 
 
 KEPT = replace(PIPELINE, learn=replace(PIPELINE.learn, keep_checkpoints=9))
 PIPELINE_OF_ONE = replace(PIPELINE, learn=replace(PIPELINE.learn, keep_checkpoints=1))
 
 
-def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path):
     """Step 3 ends before the checkpoint of step 2 is written, which has the state of step 2 all the same."""
     with loop_in(tmp_path / "straight", KEPT) as loop:
         loop.run()
@@ -458,8 +446,8 @@ def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path, monkeypatch):
             seen.append(saved(tmp_path / "run"))
             may_write.set()
 
-    with loop_in(tmp_path / "run", KEPT, after=after) as loop:
-        held_writes(monkeypatch, lambda folder: "00000002" not in folder.name or may_write.wait(60))
+    held = held_writes(lambda folder: "00000002" not in folder.name or may_write.wait(60))
+    with loop_in(tmp_path / "run", KEPT, after=after) as loop, held:
         assert loop.run() == "steps"
     assert seen == [[0]]
     assert saved(tmp_path / "run") == [0, 2, 4, 5]
@@ -469,28 +457,24 @@ def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path, monkeypatch):
             assert mine.read_bytes() == theirs.read_bytes(), (step, file)
 
 
-def test_the_weights_change_only_after_they_were_copied(tmp_path, monkeypatch):
+def test_the_weights_change_only_after_they_were_copied(tmp_path):
     """The copy of step 2 begins when the gradient of step 3 is computed, and the weights wait for it."""
     with loop_in(tmp_path / "straight", KEPT) as loop:
         loop.run()
-    make, waits = HostCopies.of, Gate()
+    waits = Gate()
 
-    def late(copies: HostCopies, *arguments: Any) -> dict[str, torch.Tensor]:
+    def late(_: Call) -> None:
         if loop.progress.step == 2:
             assert waits.wait(60)
             time.sleep(0.2)
-        return make(copies, *arguments)
 
-    def settle(learner: Learner) -> None:
-        if loop.progress.step == 2 and learner._copy is not None:
+    def settle(call: Call) -> None:
+        if loop.progress.step == 2 and call.arguments["self"]._copy is not None:
             waits.set()
-        settled(learner)
 
-    settled = Learner._settle_copy
-    monkeypatch.setattr(HostCopies, "of", late)
-    with loop_in(tmp_path / "run", KEPT) as loop:
-        monkeypatch.setattr(Learner, "_settle_copy", settle)
-        assert loop.run() == "steps"
+    with loop_in(tmp_path / "run", KEPT) as loop, at_call(HostCopies.of, before=late):
+        with at_call(Learner._settle_copy, before=settle):
+            assert loop.run() == "steps"
     assert waits.is_set()
     for step in (2, 5):
         for file in ("model.safetensors", "optimizer.safetensors"):
@@ -524,7 +508,7 @@ def test_old_checkpoints_that_cannot_be_removed_stop_the_run(tmp_path, monkeypat
     ],
     ids=["full", "other"],
 )
-def test_a_checkpoint_that_fails_stops_the_run_before_its_next_step(tmp_path, monkeypatch, failure, expected):
+def test_a_checkpoint_that_fails_stops_the_run_before_its_next_step(tmp_path, failure, expected):
     """The error names the checkpoint, the earlier one is there, and a resumed run ends like the straight one."""
 
     def fail(folder: Path) -> None:
@@ -537,10 +521,8 @@ def test_a_checkpoint_that_fails_stops_the_run_before_its_next_step(tmp_path, mo
 
     with loop_in(tmp_path / "straight") as loop:
         loop.run()
-    with monkeypatch.context() as patch, loop_in(tmp_path / "run", after=after) as loop:
-        held_writes(patch, fail)
-        with pytest.raises(OSError, match=expected):
-            loop.run()
+    with loop_in(tmp_path / "run", after=after) as loop, held_writes(fail), pytest.raises(OSError, match=expected):
+        loop.run()
     assert len(lines(tmp_path / "run")) <= 3
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000000"]
     with loop_in(tmp_path / "run") as loop:
@@ -548,7 +530,7 @@ def test_a_checkpoint_that_fails_stops_the_run_before_its_next_step(tmp_path, mo
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
 
 
-def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path):
     """Nothing writes to a run folder after the run has ended, and what was begun is there."""
 
     def fail(step: int, batch: StepBatch) -> StepBatch:
@@ -557,8 +539,7 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monke
         return batch
 
     with loop_in(tmp_path / "run", change=fail) as loop:
-        held_writes(monkeypatch, lambda folder: time.sleep(0.3))
-        with pytest.raises(OSError, match="gone"):
+        with held_writes(lambda folder: time.sleep(0.3)), pytest.raises(OSError, match="gone"):
             loop.run()
         assert not loop._writer.is_writing
     assert saved(tmp_path / "run")[-1] == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.damage import flip_value
 from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
-from tests.rlhf_pipeline.typed import begun, ended
 from trajectory_store import TrajectoryStore, copy_rows
 
 SAME = ("loss", "grad_norm", "entropy", "kl_approx", "clip_fraction", "advantage_std", "kl_k1", "staleness_max", "lr")
@@ -299,19 +297,17 @@ def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path, monkeypatch, capsys):
+def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path, monkeypatch, capsys, children):
     """Two collectors and a learner in processes of their own: losses and weights are the run's, bit for bit."""
     monkeypatch.chdir(tmp_path)
     sizes = ["--set", "collect.prompts_per_rollout=4", "--set", "collect.group_size=4"]
     out = ["--run", "runs/long"]
     words = ["collect", "long_running", *out, "--set", "learn.steps=10", *sizes]
-    names = ("collector-0", "collector-1")
-    collectors = [begun(*words, "--name", name, out=tmp_path / name) for name in names]
-    while not RunFolder("runs/long").record.exists and any(each.is_alive() for each in collectors):
-        time.sleep(0.05)
+    collectors = [children.run(*words, "--name", name) for name in ("collector-0", "collector-1")]
+    collectors[0].until(lambda: RunFolder("runs/long").record.exists)
     assert main(["learn", *out]) == 0
-    done = [ended(each, tmp_path / name) for each, name in zip(collectors, names, strict=True)]
-    assert [each.code for each in done] == [0, 0], done
+    for collector in collectors:
+        collector.succeed()
     assert main(["replay", "runs/long"]) == 0
     said = capsys.readouterr().out
     assert "of 10 steps are equal, bit for bit; the weights after step 10 are equal, byte for byte." in said

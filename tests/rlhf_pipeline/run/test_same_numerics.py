@@ -12,6 +12,7 @@ import torch
 from rlhf_pipeline import Pipeline, PretrainedPolicy, override, scratch_policy
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.run.start import run
+from tests.moments import Call, at_call
 from tests.rlhf_pipeline.small import tiny
 
 _FLAGS = {
@@ -102,23 +103,19 @@ def _shared(folder: Path) -> Pipeline:
 
 
 @pytest.mark.parametrize("make", [_scratch, _in_bfloat16, _with_adapters, _recomputed, _shared])
-def test_a_resumed_policy_computes_as_the_started_one(tmp_path, monkeypatch, make):
+def test_a_resumed_policy_computes_as_the_started_one(tmp_path, make):
     """After step 4 of six: dtypes, memory forms, ties, switches, flags, config, layout, optimizer, and all values."""
     pipeline = make(tmp_path)
     seen: list[dict[str, object]] = []
-    step = Learner.step
 
-    def watched(self: Learner, number: int, **options: Any) -> dict[str, float | int | str | None]:
-        self.policy.take_computed()
-        figures = step(self, number, **options)
-        if number == 4:
-            seen.append(numerics(self))
-        return figures
+    def look(call: Call) -> None:
+        if call.arguments["step"] == 4:
+            seen.append(numerics(call.arguments["self"]))
 
-    monkeypatch.setattr(Learner, "step", watched)
-    run(pipeline, run_dir=tmp_path / "straight")
-    run(override(pipeline, "learn.steps", "3"), run_dir=tmp_path / "resumed")
-    run(pipeline, run_dir=tmp_path / "resumed", resume=True)
+    with at_call(Learner.step, before=lambda call: call.arguments["self"].policy.take_computed(), after=look):
+        run(pipeline, run_dir=tmp_path / "straight")
+        run(override(pipeline, "learn.steps", "3"), run_dir=tmp_path / "resumed")
+        run(pipeline, run_dir=tmp_path / "resumed", resume=True)
     started, resumed = seen
     assert started.keys() == resumed.keys()
     differing = {name: (started[name], resumed[name]) for name in started if started[name] != resumed[name]}

@@ -24,6 +24,7 @@ from rlhf_pipeline.run.events import Event, Notice, RunFinished, RunStarted, Ste
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
+from tests.moments import at_call
 from tests.rlhf_pipeline import small
 from tests.rlhf_pipeline.small import weights
 from trajectory_store import TrajectoryStore
@@ -213,28 +214,22 @@ def test_an_adaptive_coefficient_goes_on_after_a_kill(tmp_path):
 
 @pytest.mark.parametrize("drops", [False, True], ids=["all groups", "groups without spread are dropped"])
 @pytest.mark.parametrize("ring", ["none", "14"], ids=["keeps all", "ring"])
-def test_what_was_stored_before_a_kill_is_looked_for_and_nothing_else(tmp_path, monkeypatch, drops, ring):
+def test_what_was_stored_before_a_kill_is_looked_for_and_nothing_else(tmp_path, drops, ring):
     """Whole rollouts are used again, those that a ring has lost in part are sampled again; new ones are not looked for.
 
     A rollout is in the store in part where groups of it were dropped, or a ring of 14 holds two of its 12 rows.
     """
-    searched, rows = [], StoredGroups.rows
-
-    def counted(self: StoredGroups, first: int, last: int) -> np.ndarray:
-        searched.append(first // 3)
-        return rows(self, first, last)
-
-    monkeypatch.setattr(StoredGroups, "rows", counted)
     changes = {"buffer__max_trajectories": ring, "learn__epochs": "1", "buffer__max_staleness": "0"}
     changes |= {"learn__checkpoint_every": "6"}
     changes |= {"write__zero_variance": "drop", "loss__entropy_coeff": "0"} if drops else {}
-    run(tiny(**changes), run_dir=tmp_path / "straight")
-    with pytest.raises(Killed):
-        run(tiny(**changes), run_dir=tmp_path / "run", on_event=dies_after(4))
-    assert searched == []
-    run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
+    with at_call(StoredGroups.rows) as searches:
+        run(tiny(**changes), run_dir=tmp_path / "straight")
+        with pytest.raises(Killed):
+            run(tiny(**changes), run_dir=tmp_path / "run", on_event=dies_after(4))
+        assert searches == []
+        run(tiny(**changes), run_dir=tmp_path / "run", resume=True)
     assert weights(tmp_path / "run") == weights(tmp_path / "straight")
-    assert searched == [0, 1, 2, 3]
+    assert [search.arguments["first"] // 3 for search in searches] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("zero_variance", "strategy"), [("drop", "fresh"), ("mark", "uniform"), ("keep", "variance")])

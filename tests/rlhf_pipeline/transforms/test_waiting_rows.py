@@ -22,6 +22,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.interop.torchrl.kl_transforms import KLRewardTransform
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
 from rlhf_pipeline.transforms.waiting_rows import RowUpdate
+from tests.moments import at_call, fails
 from tests.rlhf_pipeline.small import Clock
 from trajectory_store import Column, Schema, StoreError, TrajectoryStore
 from trajectory_store.recorder.standard import LEFT_OUT
@@ -107,17 +108,12 @@ def test_whole_and_waiting_groups_give_the_same(open_buffer, make_rows, tmp_path
     together.storage.close()
 
 
-def test_killed_between_the_commit_and_the_update(open_buffer, make_rows, monkeypatch):
+def test_killed_between_the_commit_and_the_update(open_buffer, make_rows):
     """All members are rows and none has its advantage: the next process gives it to them, without another call."""
     rows = make_rows([4, 5, 6], group_size=2, rewards=[0.0, 1.0, 0.0])
     rb = open_buffer(MCAdvantage(2))
     rb.extend(lazy_stack([rows[0], rows[2]]))
-
-    def die(later):
-        raise SystemExit
-
-    monkeypatch.setattr(rb.storage, "update_waiting", die)
-    with pytest.raises(SystemExit):
+    with at_call(TrajectoryStorage.update_waiting, before=fails(SystemExit())), pytest.raises(SystemExit):
         rb.extend(lazy_stack([rows[1]]))
     assert np.isnan(rb.store.read_scalars("advantage")).all()
     again = open_buffer(MCAdvantage(2))
@@ -197,20 +193,14 @@ def test_killed_before_the_commit(open_buffer, make_rows):
     assert again.extend(lazy_stack([rows[1]])).numel() == 2
 
 
-def test_a_failed_write_takes_nothing(open_buffer, make_rows, monkeypatch):
+def test_a_failed_write_takes_nothing(open_buffer, make_rows):
     """The store refuses: the group waits as before, what came with the call is forgotten, and the call works again."""
     rows = make_rows([4, 5, 6, 7], group_size=2, rewards=[0.0, 1.0, 2.0, 3.0])
     rb = open_buffer(MCAdvantage(2))
     rb.extend(lazy_stack([rows[0]]))
     before = rb.transform[0].get_stats()
-
-    def refuse(data):
-        raise StoreError("full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rb.store, "append", refuse)
-        with pytest.raises(StoreError):
-            rb.extend(lazy_stack([rows[1], rows[2]]))
+    with at_call(TrajectoryStore.append, before=fails(StoreError("full"))), pytest.raises(StoreError):
+        rb.extend(lazy_stack([rows[1], rows[2]]))
     assert rb.waiting() == [0]
     after = rb.transform[0].get_stats()
     assert after["completed_trajectories"] == before["completed_trajectories"] == 1
@@ -220,21 +210,13 @@ def test_a_failed_write_takes_nothing(open_buffer, make_rows, monkeypatch):
     assert again.extend(lazy_stack([rows[3]])).numel() == 2
 
 
-def test_an_error_after_the_commit_writes_nothing_twice(open_buffer, make_rows, monkeypatch):
+def test_an_error_after_the_commit_writes_nothing_twice(open_buffer, make_rows):
     """The rows are there although the call failed (a sync that came back with an error): the group is completed."""
     rows = make_rows([4, 5], group_size=2)
     rb = open_buffer(MCAdvantage(2))
     rb.extend(lazy_stack([rows[0]]))
-    append = rb.store.append
-
-    def append_and_fail(data):
-        append(data)
-        raise StoreError("sync")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rb.store, "append", append_and_fail)
-        with pytest.raises(StoreError):
-            rb.extend(lazy_stack([rows[1]]))
+    with at_call(TrajectoryStore.append, after=fails(StoreError("sync"))), pytest.raises(StoreError):
+        rb.extend(lazy_stack([rows[1]]))
     assert rb.waiting() == []
     assert sorted(advantages(rb)) == [0, 1]
 
@@ -426,23 +408,21 @@ def test_another_thread_sees_a_group_that_waits_or_one_that_is_complete(open_buf
     rb = open_buffer(MCAdvantage(2))
     rb.extend(lazy_stack(rows[:3]))
     store, drawn = rb.store, list[list[int]]()
-    change = getattr(store, method)
 
     def look() -> None:
         if method == "update":
             rb.refresh()
         drawn.append(sorted(rb.select_step(0, strategy="uniform").tolist()))
 
-    def changed(*args, **columns):
-        result = change(*args, **columns)
-        threads.append(threading.Thread(target=look))
-        threads[-1].start()
-        threads[-1].join(0.5)
-        return result
+    def look_beside(call):
+        if call.arguments["self"] is store:
+            threads.append(threading.Thread(target=look))
+            threads[-1].start()
+            threads[-1].join(0.5)
 
     threads = list[threading.Thread]()
-    monkeypatch.setattr(store, method, changed)
-    rb.extend(lazy_stack(rows[3:]))
+    with at_call(getattr(TrajectoryStore, method), after=look_beside):
+        rb.extend(lazy_stack(rows[3:]))
     for thread in threads:
         thread.join()
     assert sorted(rb.trajectories.mapped_rows().tolist()) == [0, 1, 2, 3]
@@ -486,13 +466,13 @@ def test_a_buffer_that_only_reads_takes_nothing(open_buffer, make_rows):
     assert open_buffer(MCAdvantage(2)).waiting() == [2]
 
 
-def test_whole_groups_wait_for_nothing(open_buffer, make_rows, monkeypatch):
+def test_whole_groups_wait_for_nothing(open_buffer, make_rows):
     """Where every call brings whole groups there is one commit per call, no update and no look at the store."""
     rb = open_buffer(MCAdvantage(2))
     rb.extend(lazy_stack(make_rows([4] * 2)))
-    for name in ("update", "refresh"):
-        monkeypatch.setattr(rb.store, name, lambda *args, **kwargs: pytest.fail("the store was asked"))
-    rb.extend(lazy_stack(make_rows([4] * 8, first_group=3)))
+    with at_call(TrajectoryStore.update) as updates, at_call(TrajectoryStore.refresh) as looks:
+        rb.extend(lazy_stack(make_rows([4] * 8, first_group=3)))
+    assert not [*updates, *looks]
     assert set(rb.store.read_scalars("waiting").tolist()) == {-1}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rlhf_pipeline.policies.engines.sampling import Truncation
 from rlhf_pipeline.policies.engines.slots import SlotEngine
 from rlhf_pipeline.policies.engines.turn_rows import EndedTurn
 from rlhf_pipeline.policies.token_policy import TokenPolicy
+from tests.moments import Call, at_call
 from tests.rlhf_pipeline.policies.engines.contract import Bench, EngineContract
 from tests.rlhf_pipeline.policies.engines.recorded_steps import RecordedSteps, signature
 
@@ -204,30 +205,34 @@ def test_grouped_queries_in_steps(recorded: RecordedSteps, make_model: Make, mon
         assert model.config._attn_implementation == "sdpa"
 
 
-def test_each_step_of_a_bucket_is_the_same(make_model: Make, monkeypatch: pytest.MonkeyPatch):
+def test_each_step_of_a_bucket_is_the_same(make_model: Make):
     """Kernels, shapes, strides, numbers and addresses, in two rollouts, with slots that are filled again."""
     for name in ("qwen2", "mistral", "gpt2", "gemma2"):
-        check_one_signature(make_model(name), monkeypatch)
+        check_one_signature(make_model(name))
 
 
-def check_one_signature(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_one_signature(model: PreTrainedModel, fault: Callable[[DeviceSteps], Any] = lambda state: None) -> None:
     """Fail where two steps of a bucket differ in what a graph contains, or where a step reads a value."""
     signatures: dict[tuple[int, int], set[str]] = {}
     counts: dict[tuple[int, int], int] = {}
     original = DeviceSteps.step
 
+    def step(state: DeviceSteps) -> None:
+        fault(state)
+        original(state)
+
     def noted(state: DeviceSteps) -> None:
         bucket = (state.cache.rows, state.cache.high)
         counts[bucket] = counts.get(bucket, 0) + 1
         if counts[bucket] not in (1, 2, 6, 20):
-            original(state)
+            step(state)
         else:
-            signatures.setdefault(bucket, set()).add("\n".join(signature(lambda: original(state))))
+            signatures.setdefault(bucket, set()).add("\n".join(signature(lambda: step(state))))
 
     buckets = engine(model, 4, num_slots=5)
     buckets.generate(Request(prompts=[[5]], max_new_tokens=1))  # the trial of the masks
-    with monkeypatch.context() as patch:
-        patch.setattr(DeviceSteps, "step", noted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceSteps, "step", noted)  # a step is repeated inside a recorder of kernels
         for seed in range(2):
             limits = [20, 7, 10, 66, 12, 15]
             buckets.generate(Request(prompts=PROMPTS, max_new_tokens=limits, temperature=0.7, seed=seed))
@@ -248,21 +253,13 @@ FAULTS: dict[str, Callable[[DeviceSteps], Any]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_step_that_cannot_be_replayed_is_detected(fault: str, make_model: Make, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_cannot_be_replayed_is_detected(fault: str, make_model: Make):
     """What the check above keeps away, put into a step."""
-    original = DeviceSteps.step
-
-    def faulty(state: DeviceSteps) -> None:
-        FAULTS[fault](state)
-        original(state)
-
-    model = make_model()
-    monkeypatch.setattr(DeviceSteps, "step", faulty)
     with pytest.raises((AssertionError, RuntimeError)):
-        check_one_signature(model, monkeypatch)
+        check_one_signature(make_model(), FAULTS[fault])
 
 
-def test_no_copy_of_the_keys(make_model: Make, monkeypatch: pytest.MonkeyPatch):
+def test_no_copy_of_the_keys(make_model: Make):
     """A step makes no tensor as large as the keys that it reads, also where transformers would repeat them per head."""
     sizes: list[tuple[int, int]] = []
 
@@ -280,14 +277,14 @@ def test_no_copy_of_the_keys(make_model: Make, monkeypatch: pytest.MonkeyPatch):
     buckets = engine(model, 16, num_slots=8)
     request = Request(prompts=[[5]], group_size=8, max_new_tokens=200)
     buckets.generate(request)
-    original = DeviceSteps.step
+    watching = ExitStack()
 
-    def watched(state: DeviceSteps) -> None:
-        with Allocations() if state.cache.high > 192 and not sizes else nullcontext():
-            original(state)
+    def watch(call: Call) -> None:
+        if call.arguments["self"].cache.high > 192 and not sizes:
+            watching.enter_context(Allocations())
 
-    monkeypatch.setattr(DeviceSteps, "step", watched)
-    buckets.generate(request)
+    with at_call(DeviceSteps.step, before=watch, after=lambda _: watching.close()):
+        buckets.generate(request)
     largest, read = max(allocated for allocated, _ in sizes), max(keys for _, keys in sizes)
     assert 0 < largest < read
 
@@ -380,14 +377,11 @@ def test_finished_rows_run_on_at_their_last_position(recorded: RecordedSteps, ma
     """Rows that fill the model's positions stop there, and stay in range until the others have caught up."""
     model = make_model("gpt2")  # learned positions: one beyond the table fails
     lengths: list[int] = []
-    original = DeviceSteps.read
 
-    def read(state: DeviceSteps, count: int, steps: int) -> Any:
-        lengths.append(int(state.length[:count].max()))
-        return original(state, count, steps)
+    def note(call: Call) -> None:
+        lengths.append(int(call.arguments["self"].length[: call.arguments["count"]].max()))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceSteps, "read", read)
+    with at_call(DeviceSteps.read, before=note):
         request = Request(prompts=[[5] * 250, [6] * 240, [7]], max_new_tokens=99, seed=1)
         buckets = engine(model, 16).generate(request)
     assert buckets.lengths.tolist() == [6, 16, 99]

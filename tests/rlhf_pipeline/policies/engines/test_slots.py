@@ -17,6 +17,7 @@ from rlhf_pipeline.policies.engines.sampling import stream_keys, uniforms
 from rlhf_pipeline.policies.engines.slot_cache import prefill
 from rlhf_pipeline.policies.model_parts import ModelParts, recomputes
 from rlhf_pipeline.policies.token_policy import Completion, TokenPolicy
+from tests.moments import at_call
 
 PROMPTS = [[2 + i] + [3 + (7 * i + j) % 90 for j in range(5 * i)] for i in range(6)]
 RAGGED = [2 + 2 * i for i in range(18)]
@@ -162,9 +163,9 @@ def test_results_do_not_depend_on_the_size_of_a_prefill_pass(make_model: Make, m
     passes: list[int] = []
     for most in (1, 30, 1 << 20):
         monkeypatch.setattr(rollout, "prefill_tokens", lambda width, device, most=most: most)
-        prefilled = counted(monkeypatch)
         policy = TokenPolicy(model, eos_token_id=[], num_slots=4)
-        found.append(policy.generate_groups(prompts, group_size=2, max_new_tokens=5, seed=3))
+        with at_call(rollout.prefill) as prefilled:
+            found.append(policy.generate_groups(prompts, group_size=2, max_new_tokens=5, seed=3))
         passes.append(len(prefilled))
         monkeypatch.undo()
     assert passes == [20, 5, 1]  # prompts of 1 to 7 tokens: the widest times their number is at most 30

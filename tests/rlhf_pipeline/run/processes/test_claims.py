@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import obstore.store
 import pytest
@@ -12,8 +15,8 @@ from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
 from rlhf_pipeline.run.remote.rollouts import BucketRollouts
+from tests.processes import Children
 from tests.rlhf_pipeline.small import stored_rollout
-from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
@@ -60,27 +63,26 @@ def test_a_rollout_is_read_as_it_was_recorded(tmp_path, rollouts, reward):
     assert BucketRollouts(bucket).get(0) == done
 
 
-def hold(run_dir, started, leave):
+def hold(run_dir: Path) -> None:
+    """Claim a rollout, write its number, and keep it."""
     opened = FolderRollouts(TrajectoryStore.open(run_dir / "rollouts", "a"))
     claims = FolderClaims(RunFolder(run_dir), "other", FreeRollouts(opened, ROOMY))
     with process_lock(run_dir / "processes", "other"):
-        started.put(claims.claim(Published(version=0, next_version=0, rollouts_done=0)))
-        leave.wait()
+        sys.stdout.write(f"{claims.claim(Published(version=0, next_version=0, rollouts_done=0))}\n")
+        time.sleep(600)
 
 
-def test_what_a_killed_collector_held_comes_next(tmp_path, rollouts):
+def test_what_a_killed_collector_held_comes_next(tmp_path: Path, children: Children, rollouts):
     """While it lives its rollout is passed over; killed, its rollout is the lowest free one again."""
-    started, leave = FORKED.Queue(), FORKED.Event()
-    other = FORKED.Process(target=hold, args=(tmp_path, started, leave))
-    other.start()
-    assert started.get(timeout=60) == 0
+    other = children.call(hold, tmp_path)
+    other.until(lambda: "\n" in other.output())
+    assert other.output() == "0\n"
     claims = FolderClaims(RunFolder(tmp_path), "mine", FreeRollouts(rollouts, ROOMY))
     published = Published(version=0, next_version=0, rollouts_done=0)
     assert claims.claim(published) == 1
     rollouts.add(stored_rollout(1))
     claims.release(done=True)
     other.kill()
-    other.join()
     assert claims.claim(published) == 0
     rollouts.add(stored_rollout(0))
     claims.release(done=True)

@@ -17,10 +17,10 @@ from rlhf_pipeline.run.processes.claims import FolderClaims, RequestedEvaluation
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
 from rlhf_pipeline.run.start import run
+from tests.processes import Children
 from tests.rlhf_pipeline.run.processes.test_learn import stop_at
 from tests.rlhf_pipeline.run.test_evaluation import HELD_OUT, evaluated, figures_of, rows_of
 from tests.rlhf_pipeline.small import collect, learn, weights
-from tests.rlhf_pipeline.typed import FORKED
 from trajectory_store import TrajectoryStore
 
 KILLED = "TEST_KILLED_AT_AN_EVALUATION"
@@ -49,14 +49,10 @@ def take_part(learns: bool, run_dir: Path, killed: Path | None) -> None:
     (learn if learns else collect)(of(), run_dir=run_dir)
 
 
-def together(run_dir: Path, killed: Path | None = None) -> list[int | None]:
+def together(children: Children, run_dir: Path, killed: Path | None = None) -> list[int]:
     """Run a learner and two collectors to the end; return their exit codes, the learner's first."""
-    them = [FORKED.Process(target=take_part, args=(learns, run_dir, killed)) for learns in (True, False, False)]
-    for one in them:
-        one.start()
-    for one in them:
-        one.join()
-    return [one.exitcode for one in them]
+    processes = [children.call(take_part, learns, run_dir, killed) for learns in (True, False, False)]
+    return [process.wait() for process in processes]
 
 
 def same_rows(run_dir: Path, other: Path) -> bool:
@@ -68,10 +64,10 @@ def same_rows(run_dir: Path, other: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_learner_and_two_collectors_evaluate_as_one_process_does(tmp_path):
+def test_a_learner_and_two_collectors_evaluate_as_one_process_does(tmp_path, children):
     """Rollouts one at a time: the same weights, rows, figures and kept checkpoints; the lines name the step."""
     run(of(), run_dir=tmp_path / "one")
-    assert together(tmp_path / "several") == [0, 0, 0]
+    assert together(children, tmp_path / "several") == [0, 0, 0]
     assert weights(tmp_path / "several") == weights(tmp_path / "one")
     assert same_rows(tmp_path / "several", tmp_path / "one")
     kept = [sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir()) for name in ("one", "several")]
@@ -99,15 +95,11 @@ def take_part_in_sets(learns: bool, run_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_several_sets_are_evaluated_beside_a_learner_as_in_one_process(tmp_path):
+def test_several_sets_are_evaluated_beside_a_learner_as_in_one_process(tmp_path, children):
     """The same rows of each set, the same kept checkpoints, and figures with the step of each set."""
     run(of_sets(), run_dir=tmp_path / "one")
-    them = [FORKED.Process(target=take_part_in_sets, args=(learns, tmp_path / "two")) for learns in (True, False)]
-    for one in them:
-        one.start()
-    for one in them:
-        one.join()
-    assert [one.exitcode for one in them] == [0, 0]
+    for process in [children.call(take_part_in_sets, learns, tmp_path / "two") for learns in (True, False)]:
+        process.succeed()
     names = [sorted(path.name for path in (tmp_path / run / "evaluations").iterdir()) for run in ("one", "two")]
     assert names[0] == names[1]
     assert [name.partition("-")[0] for name in names[0]] == ["often", "seldom"]
@@ -127,10 +119,10 @@ def test_several_sets_are_evaluated_beside_a_learner_as_in_one_process(tmp_path)
 
 @pytest.mark.crash
 @pytest.mark.timeout(300)
-def test_what_a_killed_collector_was_evaluating_is_evaluated_by_the_other(tmp_path):
+def test_what_a_killed_collector_was_evaluating_is_evaluated_by_the_other(tmp_path, children):
     """Killed in the middle of the rewards of an evaluation: nothing of it is stored, and the rows are the straight."""
     run(of(), run_dir=tmp_path / "one")
-    codes = together(tmp_path / "several", tmp_path / "killed")
+    codes = together(children, tmp_path / "several", tmp_path / "killed")
     assert (codes[0], sorted(codes[1:])) == (0, [-signal.SIGKILL, 0])
     assert weights(tmp_path / "several") == weights(tmp_path / "one")
     assert same_rows(tmp_path / "several", tmp_path / "one")
