@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 import rlhf_pipeline
 from rlhf_pipeline import TrajectoryReplayBuffer, definitions
+from tests.moments import at_call, fails
 from trajectory_store import TrajectoryStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,22 +26,6 @@ PAGE = ROOT / "pipelines" / "grpo_in_one_page.py"
 
 class Killed(BaseException):
     """Ends the program as a kill does: nothing of it catches this."""
-
-
-def at_call(number: int, function: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
-    """Return the function, which ends the program before or after its call of that number."""
-    calls = iter(range(1, 1000))
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        last = next(calls) == number
-        if last and not after:
-            raise Killed
-        result = function(*args, **kwargs)
-        if last:
-            raise Killed
-        return result
-
-    return called
 
 
 def kept(out: Path) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
@@ -97,13 +81,14 @@ def test_it_is_one_page_of_public_parts():
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("what", ["extend", "step", "replace"])
-def test_a_kill_anywhere_changes_nothing(page, straight, tmp_path, monkeypatch, what, after):
+def test_a_kill_anywhere_changes_nothing(page, straight, tmp_path, what, after):
     """Ended around a commit, an optimizer step or a checkpoint of step 3, it ends as the straight run did."""
-    owner: Any = {"extend": TrajectoryReplayBuffer, "step": torch.optim.AdamW, "replace": os}[what]
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, what, at_call(3, getattr(owner, what), after=after))
-        with pytest.raises(Killed):
-            page.main(tmp_path, 4)
+    calls = {"extend": TrajectoryReplayBuffer.extend, "step": torch.optim.AdamW.step}
+    if what == "replace":  # of the file that `save` has written
+        calls, after = {"replace": page.save if after else torch.save}, True
+    moment = {"after" if after else "before": fails(Killed(), number=3)}
+    with at_call(calls[what], **moment), pytest.raises(Killed):
+        page.main(tmp_path, 4)
     page.main(tmp_path, 4)
     same(tmp_path, straight)
 

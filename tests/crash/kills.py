@@ -208,6 +208,7 @@ def offline(folder: Path) -> Act:
     )
 
     def act(run_dir: Path) -> int:
+        # 240 rows are one commit of a real run: the kills of this variant come between the commits of its choice.
         selection.BATCH_ROWS = 6  # type: ignore[misc]
         return typed(pipeline)(run_dir)
 

@@ -44,6 +44,7 @@ class Recorder:
         self.sync_s = 0.0
         for name in (*RECORDED, *SYNCS):
             if hasattr(fs, name):
+                # The one place that knows the order in which the store's file operations began and ended.
                 monkeypatch.setattr(fs, name, self.wrap(name, getattr(fs, name)))
 
     def wrap(self, name, real):

@@ -264,19 +264,19 @@ class FakeDevice(TorchFunctionMode):
         def no_inference_mode(on: bool) -> Any:  # a wrapper cannot be made an inference tensor
             return torch.no_grad() if on else torch.enable_grad()
 
-        for owner, name, found in (
-            (torch._C, "_InferenceMode", no_inference_mode),
-            (torch.cuda, "synchronize", self._synchronized),
-            (torch.cuda, "Stream", FakeStream),
-            (torch.cuda, "stream", FakeStream.made_current),
-            (torch.cuda, "current_stream", lambda device=None: FakeStream.current),
-            (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
-            (torch.cuda, "max_memory_allocated", lambda *_: 0),
-            (torch.cuda, "get_device_name", lambda *_: "none"),
+        for name, replacement in (
+            ("_C._InferenceMode", no_inference_mode),
+            ("cuda.synchronize", self._synchronized),
+            ("cuda.Stream", FakeStream),
+            ("cuda.stream", FakeStream.made_current),
+            ("cuda.current_stream", lambda device=None: FakeStream.current),
+            ("cuda.reset_peak_memory_stats", lambda *_: None),
+            ("cuda.max_memory_allocated", lambda *_: 0),
+            ("cuda.get_device_name", lambda *_: "none"),
             # The backward pass runs functions in Python without the modes that are on: this one is put back.
-            (BackwardCFunction, "apply", lambda node, *grads: self._again(_plain_apply, node, *grads)),
+            ("autograd.function.BackwardCFunction.apply", lambda node, *grads: self._again(_plain_apply, node, *grads)),
         ):
-            self._stack.enter_context(mock.patch.object(owner, name, found))
+            self._stack.enter_context(mock.patch(f"torch.{name}", replacement))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

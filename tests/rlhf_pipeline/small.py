@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -34,6 +35,7 @@ from rlhf_pipeline import (
 from rlhf_pipeline.buffer.trajectory_schema import TEMPERATURE, trajectory_schema
 from rlhf_pipeline.config_text import override_all
 from rlhf_pipeline.data.rewards import RewardFunction, environment_reward
+from rlhf_pipeline.learner import host_copies
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RunFinished, ignore_events
 from rlhf_pipeline.run.processes import collect as collectors
@@ -291,6 +293,12 @@ def sums_collector(policy: CausalLMPolicy, buffer: TrajectoryReplayBuffer, *, gr
         seed=3,
         environment=Calculator,
     )
+
+
+def leave_memory(monkeypatch: pytest.MonkeyPatch, available: float) -> None:
+    """Let the machine have so many bytes of host memory left for the copies of a checkpoint."""
+    # What a machine has left is its kernel's matter; `available_bytes` itself is tested with files.
+    monkeypatch.setattr(host_copies, "available_bytes", lambda: available)
 
 
 class Clock:

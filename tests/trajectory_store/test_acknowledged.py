@@ -174,7 +174,8 @@ def test_a_writer_that_begins_no_segment_merges_what_killed_ones_left(tmp_path, 
         writer.refresh()
         left = len(writer._catalog.state.entries)
         assert left > 16
-        monkeypatch.setattr(upkeep, "TIDY_S", 0.0)
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * upkeep.TIDY_S)
         writer.append(rows([21]))
         writer._background.pause()
         writer.refresh()

@@ -81,6 +81,7 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path, source):
 
 def test_values_are_compared_where_rows_are_long_or_empty(tmp_path, monkeypatch):
     """Empty rows, other lengths, one other value at either end, and a row that is longer than a part."""
+    # Parts of four million elements would need gigabytes for as many of them.
     monkeypatch.setattr("trajectory_store.copying.CHUNK_ELEMENTS", 4)
     schema = Schema([Column("x", "float32", ragged=True), Column("n", "int64"), Column("t", "str")])
     rows = [[], [1.0, 2.0], [], [float("nan")] * 9, [3.0], [4.0, 5.0, 6.0], [], [7.0]]

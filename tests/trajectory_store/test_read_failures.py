@@ -19,8 +19,7 @@ from trajectory_store import Column, ReadFailedError, Schema, TrajectoryStore
 
 EVERY = int(os.environ.get("STORE_FAIL_EVERY", "11"))
 SCHEMA = Schema([Column("n", "int64"), Column("x", "int32", ragged=True), Column("s", "float32", mutable=True)])
-CALLS = [(os, name) for name in ("pread", "read", "open", "stat", "lstat", "scandir", "listdir", "fstat")]
-CALLS += [(builtins, "open"), (io, "open")]
+CALLS = ("pread", "read", "open", "stat", "lstat", "scandir", "listdir", "fstat")
 
 
 class Failure:
@@ -29,8 +28,10 @@ class Failure:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = self.seen = 0
         self.on = False
-        for module, name in CALLS:
-            monkeypatch.setattr(module, name, self.wrap(getattr(module, name)))
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
+        monkeypatch.setattr(builtins, "open", self.wrap(builtins.open))
+        monkeypatch.setattr(io, "open", self.wrap(io.open))
 
     def wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

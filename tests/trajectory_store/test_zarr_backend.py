@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.moments import at_call
+from tests.moments import at_call, fails
 from trajectory_store import (
     Column,
     CorruptionError,
@@ -379,15 +379,10 @@ def test_what_cannot_be_read_for_a_moment_is_no_damage(monkeypatch):
     writer = TrajectoryStore.create(memory, schema, backend="zarr")
     reader = TrajectoryStore.open(memory)
     writer.append({"n": [1]})
-
-    def no_answer(*_):
-        raise bucket.Transient("no answer")
-
-    with monkeypatch.context() as patches:
-        patches.setattr(remote.ZarrBucket, "_tail", no_answer)
-        patches.setenv(bucket.PATIENCE, "0.01")
-        with pytest.raises(ReadFailedError):
-            reader.refresh()
+    monkeypatch.setenv(bucket.PATIENCE, "1e-9")
+    no_answer = fails(bucket.Transient("no answer"))
+    with at_call(remote.ZarrBucket._tail, before=no_answer), pytest.raises(ReadFailedError):
+        reader.refresh()
     assert reader.refresh() == 1
     assert reader.read_scalars("n").tolist() == [1]
     assert reader.verify().ok, str(reader.verify())
@@ -749,43 +744,42 @@ def test_the_environment_limits_the_cache(monkeypatch):
         TrajectoryStore.open(memory)
 
 
-def test_a_cold_batch_takes_few_round_trips_however_many_segments_it_is_in(monkeypatch):
+def test_a_cold_batch_takes_few_round_trips_however_many_segments_it_is_in():
     """What 64 rows need of eight segments is asked for at once; a reader that opens asks for what its listing names."""
     obstore = pytest.importorskip("obstore")
 
-    class Slow(remote.ObstoreBucket):
-        delay, running, trips = 0.0, 0, 0
-        counting = threading.Lock()
+    delay, running, trips, counting = 0.0, 0, 0, threading.Lock()
 
-        def _call(self, call):
-            with Slow.counting:
-                Slow.trips += Slow.running == 0
-                Slow.running += 1
-            time.sleep(Slow.delay)
-            try:
-                return super()._call(call)
-            finally:
-                with Slow.counting:
-                    Slow.running -= 1
+    def begin(_):
+        nonlocal running, trips
+        with counting:
+            trips += running == 0
+            running += 1
+        time.sleep(delay)
+
+    def end(_):
+        nonlocal running
+        with counting:
+            running -= 1
 
     memory = obstore.store.MemoryStore()
-    monkeypatch.setattr(remote, "open_bucket", lambda target, **_: Slow(target, "memory"))
-    TrajectoryStore.create(memory, example_schema(), backend="zarr").close()
-    writers = [TrajectoryStore.open(memory, "a") for _ in range(8)]
-    for number in range(3):
-        for place, writer in enumerate(writers):
-            writer.append(example_rows(4, seed=8 * number + place))
-    Slow.delay, Slow.trips = 0.05, 0
-    reader = TrajectoryStore.open(memory)
-    assert Slow.trips <= 8
-    ids = np.random.default_rng(0).permutation(reader.ids())[:64]
-    Slow.trips = 0
-    reader.read_padded(ids, ["input_ids", "log_probs", "task_reward"])
-    assert Slow.trips <= 2
-    reader.refresh()
-    before = reader._catalog.medium.bucket.traffic
-    writers[0].append(example_rows(4, seed=99))
-    reader.refresh()
-    reader.read_padded(reader.ids()[-4:], ["input_ids", "log_probs", "task_reward"])
-    asked = reader._catalog.medium.bucket.traffic - before
-    assert (asked.gets, asked.lists) == (8 + 1, 1), "of each segment the next commit, and of one the one behind it"
+    with at_call(remote.ObstoreBucket._call, before=begin, after=end):
+        TrajectoryStore.create(memory, example_schema(), backend="zarr").close()
+        writers = [TrajectoryStore.open(memory, "a") for _ in range(8)]
+        for number in range(3):
+            for place, writer in enumerate(writers):
+                writer.append(example_rows(4, seed=8 * number + place))
+        delay, trips = 0.05, 0
+        reader = TrajectoryStore.open(memory)
+        assert trips <= 8
+        ids = np.random.default_rng(0).permutation(reader.ids())[:64]
+        trips = 0
+        reader.read_padded(ids, ["input_ids", "log_probs", "task_reward"])
+        assert trips <= 2
+        reader.refresh()
+        before = reader._catalog.medium.bucket.traffic
+        writers[0].append(example_rows(4, seed=99))
+        reader.refresh()
+        reader.read_padded(reader.ids()[-4:], ["input_ids", "log_probs", "task_reward"])
+        asked = reader._catalog.medium.bucket.traffic - before
+        assert (asked.gets, asked.lists) == (8 + 1, 1), "of each segment the next commit, and of one the one behind it"

@@ -415,7 +415,7 @@ def test_a_copy_of_a_ring_loses_its_oldest_row_next(tmp_path, make_rows, how):
 def test_the_state_of_a_store_at_a_url_is_loaded_from_there(tmp_path, make_rows, monkeypatch):
     """The same storage finds its rows, and another one gets a copy of them."""
     bucket = obstore.store.MemoryStore()
-    monkeypatch.setattr("trajectory_store.objects.remote._from_url", lambda url: bucket)
+    monkeypatch.setattr(obstore.store, "from_url", lambda url, **_: bucket)
     first = TrajectoryStorage("s3://bucket/store", backend="zarr")
     other = TrajectoryStorage(tmp_path / "other")
     put(first, lazy_stack(make_rows([4, 5])))

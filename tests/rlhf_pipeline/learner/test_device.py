@@ -30,7 +30,9 @@ from rlhf_pipeline import (
 from rlhf_pipeline.config import Sample
 from rlhf_pipeline.functional.aggregation import scorable
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.losses import grpo
 from rlhf_pipeline.losses.loss_batch import LossBatch
+from rlhf_pipeline.policies import _scoring
 from rlhf_pipeline.policies.engines import device_steps
 from rlhf_pipeline.policies.engines.slots import SYNC_EVERY, SlotEngine
 from rlhf_pipeline.transforms import base, retrieve_log_prob
@@ -353,7 +355,7 @@ def rollout_of(folder: Path, *, there: bool, beside: bool, layout: str = "padded
 @pytest.fixture
 def new_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stream beside is one of the fake device, which captures no graphs."""
-    monkeypatch.setattr(device_steps, "graphs_of", lambda device: None)
+    monkeypatch.setattr(device_steps, "graphs_of", lambda device: None)  # which asks the driver of a GPU
     stream_beside.cache_clear()
     yield
     stream_beside.cache_clear()
@@ -379,6 +381,11 @@ def test_collecting_waits_at_host_syncs_and_once_more(beside: bool, layout: str,
     }, seen.events
 
 
+def put_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]) -> None:
+    """Put a fault into the code."""
+    monkeypatch.setattr(owner, name, fault)  # the fault is what is tested: that the fake device finds it
+
+
 @pytest.mark.usefixtures("new_stream")
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "told"),
@@ -393,7 +400,7 @@ def test_faults_between_streams_are_found(
     owner: Any, name: str, fault: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What scoring beside sampling keeps away, put in."""
-    monkeypatch.setattr(owner, name, fault)
+    put_in(monkeypatch, owner, name, fault)
     _, seen = rollout_of(tmp_path / "store", there=True, beside=True)
     assert any(kind == "refused" and what.endswith(told) for kind, what, _ in seen.events), seen.events
 
@@ -401,19 +408,19 @@ def test_faults_between_streams_are_found(
 @pytest.mark.parametrize(
     ("kind", "owner", "name", "fault"),
     [
-        ("refused", "rlhf_pipeline.losses.grpo", "upload", lambda tensors, device: list(tensors)),
-        ("wait", "rlhf_pipeline.losses.grpo", "upload", lambda tensors, device: [t.to(device) for t in tensors]),
-        ("wait", "rlhf_pipeline.policies._scoring", "recomputes", lambda trunk: True),
+        ("refused", grpo, "upload", lambda tensors, device: list(tensors)),
+        ("wait", grpo, "upload", lambda tensors, device: [t.to(device) for t in tensors]),
+        ("wait", _scoring, "recomputes", lambda trunk: True),
     ],
     ids=["left on the host", "moved one by one", "without a cache"],
 )
 def test_faults_of_a_step_are_found(
-    kind: str, owner: str, name: str, fault: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, owner: Any, name: str, fault: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What the checks above keep away, put in."""
     batch, policy = batch_of(tmp_path / "store"), policy_of()
     to_device(policy.model)
-    monkeypatch.setattr(f"{owner}.{name}", fault)
+    put_in(monkeypatch, owner, name, fault)
     with FakeDevice() as seen:
         GRPOLoss(policy)(batch)
     assert seen.total(kind) > 0

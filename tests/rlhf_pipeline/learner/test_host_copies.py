@@ -10,6 +10,7 @@ from rlhf_pipeline.learner import host_copies
 from rlhf_pipeline.learner.host_copies import HostCopies, available_bytes
 from rlhf_pipeline.learner.state import LearnerState, StateCopy
 from tests.moments import at_call, fails
+from tests.rlhf_pipeline.small import leave_memory
 
 
 def test_a_copy_keeps_its_values_and_its_memory():
@@ -40,11 +41,11 @@ def test_tied_tensors_stay_tied_and_empty_ones_are_apart():
 @pytest.mark.parametrize(("available", "fits"), [(7.0, False), (8.0, True)])
 def test_copies_take_at_most_half_of_what_is_available(monkeypatch, available, fits):
     """Four bytes need eight that are available; memory that is there already needs none."""
-    monkeypatch.setattr(host_copies, "available_bytes", lambda: available)
+    leave_memory(monkeypatch, available)
     copies = HostCopies()
     assert copies.fit({"a": torch.ones(1)}) is fits
     copies.of({"a": torch.ones(1)})
-    monkeypatch.setattr(host_copies, "available_bytes", lambda: 0.0)
+    leave_memory(monkeypatch, 0.0)
     assert copies.fit({"a": torch.ones(1)})
 
 

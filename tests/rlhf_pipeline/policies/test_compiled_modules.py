@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import register_backend
 from torch._dynamo.utils import counters
 
 from rlhf_pipeline import scratch_policy
@@ -120,27 +121,33 @@ def test_a_copy_of_the_model_runs_its_own_weights():
         assert not torch.allclose(other(input_ids=ids).logits, before)
 
 
-def times(factor: float) -> Callable[..., Any]:
-    """A compiler whose code is wrong by a factor."""
-    return lambda forward, backend: lambda module, hidden: forward(module, hidden) * factor
+@register_backend(name="wrong_by_a_thousandth")
+def wrong_compiler(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+    """A compiler whose code gives other values."""
+    return lambda *inputs: [1.001 * output for output in graph(*inputs)]
 
 
-def test_modules_that_fail_the_check_are_not_compiled(monkeypatch):
+class OnGPU(TokenPolicy):
+    """A policy that reports that it is on a GPU."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def test_modules_that_fail_the_check_are_not_compiled():
     """`on` is an error with the figures, and the modules stay as they were."""
     fused = policy()
     with pytest.raises(
         DefinitionError, match=r"learn.compile is on, and \w+: it cannot be compiled .*no_such_compiler"
     ):
         fused.set_scoring(layout="padded", compiled="on", backend="no_such_compiler")
-    monkeypatch.setattr(compiled_modules, "_compiled", times(1.001))
     with pytest.raises(DefinitionError, match=r"compiled output differs by 1.0e-03, and 1.0e-05 is rounding.*=off"):
-        fused.set_scoring(layout="padded", compiled="on", backend=EAGER)
+        fused.set_scoring(layout="padded", compiled="on", backend="wrong_by_a_thousandth")
     assert not any("forward" in vars(module) for module in fused.model.modules())
     assert fused.take_computed()["compiled"] == "none"
-    monkeypatch.setattr(TokenPolicy, "device", torch.device("cuda"))
-    assert "norms and MLPs run eagerly, because" in str(fused.set_scoring(layout="padded", compiled="auto"))
-    monkeypatch.setattr(TokenPolicy, "device", torch.device("cpu"))
     assert fused.set_scoring(layout="padded", compiled="auto") is None
+    fused.__class__ = OnGPU
+    notice = fused.set_scoring(layout="padded", compiled="auto", backend="wrong_by_a_thousandth")
+    assert "norms and MLPs run eagerly, because" in str(notice)
 
 
 def test_a_model_without_such_modules_is_not_compiled():

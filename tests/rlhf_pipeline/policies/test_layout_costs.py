@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_pipeline.policies import layout_costs
 from rlhf_pipeline.policies.layout_costs import BY_SEGMENT, IN_ONE_KERNEL, MEASURED, LayoutCosts, costs_on, sharing_pays
 from rlhf_pipeline.policies.packed import plan_micro_batches
 
@@ -33,26 +32,31 @@ def test_sharing_pays_where_it_costs_less(costs, packed, segments, pays):
 def test_a_device_without_an_entry_has_the_rule_of_its_kernel(monkeypatch):
     """The name of the device chooses among entries only where one kernel takes all segments."""
     assert costs_on(HEAD) == BY_SEGMENT
-    weight = HEAD.as_subclass(OnCuda)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert costs_on(weight) == BY_SEGMENT  # float32: no such kernel
-    monkeypatch.setattr(layout_costs, "one_kernel_for_segments", lambda weight: True)
-    assert costs_on(weight) == MEASURED["NVIDIA H200"]
+    assert costs_on(on_cuda(torch.float32)) == BY_SEGMENT  # no such kernel
+    assert costs_on(on_cuda(torch.bfloat16)) == MEASURED["NVIDIA H200"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
-    assert costs_on(weight) == IN_ONE_KERNEL
+    assert costs_on(on_cuda(torch.bfloat16)) == IN_ONE_KERNEL
 
 
 class OnCuda(torch.Tensor):
     """A tensor that reports that it is on a GPU."""
 
     is_cuda = True  # type: ignore[assignment]
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def on_cuda(dtype: torch.dtype) -> torch.Tensor:
+    """The weight of a head on a GPU."""
+    return HEAD.to(dtype).as_subclass(OnCuda)
 
 
 def test_a_plan_follows_the_table(monkeypatch):
     """Rows of 40 and 25 tokens are 80 padded positions or 65 packed ones: each where it costs less."""
-    arguments = {"prompt_lengths": [2, 2], "group_ids": [0, 1], "weight": HEAD}
-    chosen: list[list[int]] = []
-    for costs in (IN_ONE_KERNEL, LayoutCosts(position=1.5, segment=0.0)):
-        monkeypatch.setattr("rlhf_pipeline.policies.packed.costs_on", lambda weight, costs=costs: costs)
-        chosen.append(plan_micro_batches("auto", [40, 25], 400, **arguments).positions)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    arguments = {"prompt_lengths": [2, 2], "group_ids": [0, 1]}
+    chosen = [
+        plan_micro_batches("auto", [40, 25], 400, **arguments, weight=weight).positions
+        for weight in (on_cuda(torch.bfloat16), HEAD)
+    ]
     assert chosen == [[65], [80]]

@@ -190,6 +190,7 @@ def test_no_turn_ends_a_run_or_spoils_a_row(name, tmp_path, monkeypatch):
     while num_turns < NUM_TURNS:
         draw = random.Random(f"{name} {rollout}")
         turns = [[writer.turn(draw) for _ in range(4)] for _ in range(PROMPTS * GROUP)]
+        # 10,000 turns of every kind: no model samples them, and all but the choice of the token is real.
         monkeypatch.setattr(slots._Turns, "_sample", typed(turns, ends[0]))
         collector.collect(rollout, policy_version=0)
         rows = storage.store.read(storage.store.ids()[-PROMPTS * GROUP :])

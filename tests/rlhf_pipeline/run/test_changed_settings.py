@@ -102,7 +102,7 @@ def learner_made(monkeypatch) -> Callable[[], Learner]:
         made.append(whole(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(build, "build_learner", kept)
+    monkeypatch.setattr(build, "build_learner", kept)  # the settings of a learner at work are set by hand
     return lambda: made[-1]
 
 
@@ -200,7 +200,7 @@ def test_compilation_is_chosen_again_when_a_run_goes_on(tmp_path, monkeypatch):
         made.append(policy)
         return choose(policy, backend="aot_eager", **options)
 
-    monkeypatch.setattr(TokenPolicy, "set_scoring", quickly)
+    monkeypatch.setattr(TokenPolicy, "set_scoring", quickly)  # the backend of a run is the one that takes a minute
     run(changed(BEFORE, learn__steps="4"), run_dir=tmp_path / "eager")
     run(BEFORE, run_dir=tmp_path / "run")
     heard: list[Event] = []
@@ -322,20 +322,23 @@ def weights_and_moments_by_hand(folder: Path, *, policy: Any, optimizer: Any) ->
     torch.set_rng_state(saved["rng/torch"])
 
 
-def branched(source: Path, pipeline: Pipeline, out: Path) -> bytes:
+def branched(source: Path, pipeline: Pipeline, out: Path, *, by_hand: bool = False) -> bytes:
     """Return the weights of a run that begins with a checkpoint of another one."""
     begin_from(*checkpoint_named(f"{source}@2"), RunFolder(out), Setup(pipeline=pipeline))
-    run(pipeline, run_dir=out, resume=True)
+    with pytest.MonkeyPatch.context() as patches:
+        if by_hand:
+            # What is compared with: the reading of a checkpoint without the code for it.
+            patches.setattr(learners, "read_state", weights_and_moments_by_hand)
+        run(pipeline, run_dir=out, resume=True)
     return weights(out)
 
 
 @pytest.mark.parametrize("change", [{"learn__beta1": "0.5"}, {"learn__beta2": "0.5"}, {"learn__weight_decay": "50"}])
-def test_a_branch_learns_with_its_own_optimizer_settings(finished, change, tmp_path, monkeypatch):
+def test_a_branch_learns_with_its_own_optimizer_settings(finished, change, tmp_path):
     """Betas and decay are those of the new definition, with the moments of the checkpoint."""
     found = branched(finished, changed(BEFORE, **change), tmp_path / "branch")
     assert found != branched(finished, BEFORE, tmp_path / "same")
-    monkeypatch.setattr(learners, "read_state", weights_and_moments_by_hand)
-    assert found == branched(finished, changed(BEFORE, **change), tmp_path / "by-hand")
+    assert found == branched(finished, changed(BEFORE, **change), tmp_path / "by-hand", by_hand=True)
 
 
 TEXTS = ("2", "3", "5", "1", "0.5", "0.25", "1.5", "12", "true", "false", "token", "k2", "sequence_mean", "cispo")
@@ -394,7 +397,7 @@ OBJECTS = {
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_every_refused_field_may_differ_in_a_branch_and_acts(finished, tmp_path, monkeypatch):
+def test_every_refused_field_may_differ_in_a_branch_and_acts(finished, tmp_path):
     """`--from` takes each, alone: its weights are those of a run whose weights and moments were put in by hand."""
     tried, without = 0, set()
     for path, item in paths_of(Pipeline):
@@ -409,9 +412,7 @@ def test_every_refused_field_may_differ_in_a_branch_and_acts(finished, tmp_path,
                 branched(finished, pipeline, tmp_path / f"refused-{path}")
             continue
         found = branched(finished, pipeline, tmp_path / path)
-        with monkeypatch.context() as patched:
-            patched.setattr(learners, "read_state", weights_and_moments_by_hand)
-            assert found == branched(finished, pipeline, tmp_path / f"{path}-by-hand"), path
+        assert found == branched(finished, pipeline, tmp_path / f"{path}-by-hand", by_hand=True), path
         tried += 1
     assert tried > 60
     assert without <= {

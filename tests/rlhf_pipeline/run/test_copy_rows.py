@@ -261,7 +261,7 @@ def test_a_column_that_a_source_defines_otherwise_can_be_normalised(tmp_path):
 
 def test_a_stop_after_every_batch_changes_nothing(tmp_path, monkeypatch):
     """Batches of at most four rows, stopped after each: the same rows, in the same order, as in one go."""
-    monkeypatch.setattr(sources, "BATCH_ROWS", 4)
+    monkeypatch.setattr(sources, "BATCH_ROWS", 4)  # thousands of rows would be scored by a model
     groups = (3, 2, 4, 1, 1, 6, 2)
     source = make_store(tmp_path / "source", groups=groups, lacks=("log_probs", "advantage"))
     pipeline = offline(source, write__zero_variance="drop")

@@ -167,6 +167,7 @@ def test_a_run_that_gets_another_engine_keeps_how_it_sampled_from_then_on(server
 
 def test_a_server_that_goes_loses_nothing(server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run ends with what it has stored, and goes on with --resume, at another address too."""
+    # Else the test waits for the five minutes that a server may take to restart.
     monkeypatch.setattr("rlhf_pipeline.policies.engines.http.PATIENCE_S", 0.3)
     events: list[Event] = []
 

@@ -19,7 +19,6 @@ import torch
 
 from rlhf_pipeline import Pipeline
 from rlhf_pipeline.errors import RunStorageError, StopAskedError
-from rlhf_pipeline.learner import host_copies
 from rlhf_pipeline.learner.host_copies import HostCopies
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.state import LearnerState
@@ -33,7 +32,7 @@ from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.signals import StopRequest
 from rlhf_pipeline.run.sources import MadeHere
 from tests.moments import Call, at_call, fails
-from tests.rlhf_pipeline.small import tiny, weights
+from tests.rlhf_pipeline.small import leave_memory, tiny, weights
 
 PIPELINE = tiny(collect__prompts_per_rollout="2", learn__steps="5", learn__checkpoint_every="2", learn__epochs="1")
 """Five steps of a rollout each; checkpoints of steps 0, 2, 4 and the last."""
@@ -550,7 +549,7 @@ def test_without_memory_for_a_copy_the_run_waits_for_its_checkpoints(tmp_path, m
     heard: list[Event] = []
     with loop_in(tmp_path / "straight") as loop:
         loop.run()
-    monkeypatch.setattr(host_copies, "available_bytes", lambda: 0.0)
+    leave_memory(monkeypatch, 0.0)
     with loop_in(tmp_path / "run", on_event=heard.append) as loop:
         loop.run()
     told = [event.message for event in heard if isinstance(event, Notice) and "checkpoint" in event.message]

@@ -261,7 +261,7 @@ def test_packs_go_with_the_last_folder_that_needs_them(memory, tmp_path):
 def test_what_one_process_fetches_does_not_change_what_another_one_writes(memory, tmp_path, monkeypatch):
     """Processes of one supervisor share a folder for heartbeats, and no copies: an old record does not come back."""
     monkeypatch.setenv(BESIDE, str(tmp_path))
-    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    monkeypatch.setattr(obstore.store, "from_url", lambda url, **_: memory)
     bucket(memory).put("group.json", b"old")
     first, other = RunFolder("s3://memory/run"), RunFolder("s3://memory/run")
     first.group_file.write_bytes(b"new")
@@ -297,7 +297,7 @@ def test_a_name_is_free_once_its_lease_is_not_renewed(memory, short):
 
 def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, short, monkeypatch):
     """At a URL they share no lock: what would remove or compact the run looks at the leases."""
-    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    monkeypatch.setattr(obstore.store, "from_url", lambda url, **_: memory)
     run, other = RunFolder("s3://memory/run"), RunFolder("s3://memory/run")
     with run.place.lease("learner"):
         alone = other.lock(advice="Wait.")
@@ -308,7 +308,7 @@ def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, sho
 
 
 def claims_of(memory, trajectories, name: str, monkeypatch) -> tuple[LeasedClaims, TrajectoryStore, Mirror]:
-    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    monkeypatch.setattr(obstore.store, "from_url", lambda url, **_: memory)
     mirror = Mirror("s3://memory/run")
     store = TrajectoryStore.open(trajectories, "a")
     return LeasedClaims(mirror, name, FreeRollouts(BucketRollouts(mirror.bucket), ROOMY), store), store, mirror
@@ -376,7 +376,7 @@ def test_stored_rollouts_are_told_once_and_in_order(memory):
 
 def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
     """At a URL it is there when the work is done, and what went wrong is told to who asks."""
-    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    monkeypatch.setattr(obstore.store, "from_url", lambda url, **_: memory)
     mirror, begun, worked = Mirror("s3://memory/run"), threading.Event(), threading.Event()
 
     def read() -> str:
@@ -410,7 +410,7 @@ def test_what_is_wanted_later_is_read_beside_the_work(memory, monkeypatch):
 
 def test_requests_are_counted_once(memory, trajectories, monkeypatch):
     """Those to the run and to the store of trajectories, each in the line of metrics that is written next."""
-    monkeypatch.setattr("rlhf_pipeline.run.remote.mirror.open_bucket", lambda url, durable: bucket(memory))
+    monkeypatch.setattr(obstore.store, "from_url", lambda url, **_: memory)
     mirror = Mirror("s3://memory/run")
     with TrajectoryStore.open(trajectories, "a") as store:
         mirror.bucket.put("group.json", b"four")

@@ -94,6 +94,8 @@ class RecordedSteps:
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
+        self.after_replay: Callable[[Any], object] = lambda state: None
+        """Called with the state of the step after each replay."""
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """See `Graphs.capture`."""
@@ -115,6 +117,7 @@ class RecordedSteps:
                 if targets:
                     for target, value in zip(targets, fresh, strict=True):
                         target.copy_(value)
+            self.after_replay(getattr(step, "__self__", None))
 
         return replay
 

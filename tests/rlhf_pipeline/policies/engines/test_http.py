@@ -172,6 +172,7 @@ def test_who_waits_loads_weights_whose_loader_was_killed(
 
     Whoever waits asks for its label now and then, and not again what kind of server it is, as no connection broke.
     """
+    # Else the test waits for the 10 s between two looks at a server.
     monkeypatch.setattr("rlhf_pipeline.policies.engines.http._HEALTH_EVERY_S", 0.1)
     fake.delay_s = 0.002
     engine = engine_for(fake.address)

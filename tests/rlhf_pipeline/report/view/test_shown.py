@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from rlhf_pipeline import CopyDigits, Evaluate
-from rlhf_pipeline.report import query
 from rlhf_pipeline.report.one_file import write_report
 from rlhf_pipeline.report.query import View
 from rlhf_pipeline.run.folder import RunFolder
@@ -72,8 +72,8 @@ def test_what_taught_nothing_is_the_ledgers_word(browser: Any, wide: tuple[Path,
 
 def test_a_search_goes_on_to_its_end(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A text in the oldest row is found without a click; Esc stops and says how far it looked, and it can go on."""
-    monkeypatch.setattr(query, "_BUDGET_S", 0.0)  # each answer after one block
-    monkeypatch.setattr(query, "_ENOUGH_S", 0.0)
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # so each answer comes after one block
     schema = Schema([Column("completion", "str"), Column("task_reward", "float32")])
     with TrajectoryStore.create(tmp_path / "store", schema) as store:
         for part in range(12):

@@ -17,7 +17,7 @@ import pytest
 from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError, ProcessFailedError, RunExistsError
 from rlhf_pipeline.run.processes import supervise
-from rlhf_pipeline.run.processes.heartbeat import Heartbeat, is_alive, process_lock, read_heartbeat
+from rlhf_pipeline.run.processes.heartbeat import RENEWAL_S, Heartbeat, is_alive, process_lock, read_heartbeat
 from rlhf_pipeline.run.processes.launch import PLACE, Subprocesses
 from rlhf_pipeline.run.processes.supervise import Supervisor, SupervisorConfig, share_cores
 from rlhf_pipeline.run.run import Run
@@ -75,7 +75,6 @@ while not stop and not has_ended():
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch, caplog):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'storage'}")
-    monkeypatch.setattr(supervise, "_TICK_S", 0.05)
     caplog.set_level(logging.INFO, logger="rlhf_pipeline.run.processes")
 
 
@@ -315,15 +314,17 @@ def test_processes_are_numbered_in_the_order_of_their_first_starts(tmp_path):
     assert said == {"learner": "0", "collector-0": "11", "collector-1": "2"}
 
 
-def test_a_process_that_makes_no_progress_ends_itself(tmp_path, monkeypatch, capfd):
+def test_a_process_that_makes_no_progress_ends_itself(tmp_path, children):
     """In one state for longer than it may be: exit code 3 and a sentence; while it waits it may take any time."""
-    monkeypatch.setattr("rlhf_pipeline.run.processes.heartbeat.RENEWAL_S", 0.05)
-    for state, code in (("waiting for a rollout", 0), ("learning", 3)):
-        child = os.fork()
-        if not child:
-            with Heartbeat(tmp_path, "learner", progress_timeout_s=0.2) as heartbeat:
-                heartbeat.beat(state)
-                time.sleep(1.0)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
-    assert "learner has been 'learning' for " in capfd.readouterr().err
+
+    def stay(state: str) -> None:
+        with Heartbeat(tmp_path / state, "learner", progress_timeout_s=0.2) as heartbeat:
+            heartbeat.beat(state)
+            time.sleep(2 * RENEWAL_S)
+
+    states = ("waiting for a rollout", "learning")
+    for state in states:
+        (tmp_path / state).mkdir()
+    waiting, learning = (children.fork(lambda state=state: stay(state)) for state in states)
+    assert (waiting.wait(), learning.wait()) == (0, 3)
+    assert "learner has been 'learning' for " in learning.output()
