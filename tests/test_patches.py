@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rlhf_pipeline", "trajectory_store")
-MOST = 18
+MOST = 19
 LOADED = re.compile(r"\b(importorskip|load_module|import_module)\((?!.(rlhf_pipeline|trajectory_store)\b)")
 """Calls that return a module of another package, or of a file that is in none."""
 MAY_PATCH = re.compile(r"\b(setattr|setitem|delattr|delitem|mock)\b|^ *\w+(\.\w+)+[^=\n(]*=", re.M)

@@ -471,8 +471,9 @@ def test_the_weights_change_only_after_they_were_copied(tmp_path):
         if loop.progress.step == 2 and call.arguments["self"]._copy is not None:
             waits.set()
 
-    with loop_in(tmp_path / "run", KEPT) as loop, at_call(HostCopies.of, before=late):
-        with at_call(Learner._settle_copy, before=settle):
+    with loop_in(tmp_path / "run", KEPT) as loop:
+        moments = at_call(HostCopies.of, before=late), at_call(Learner._settle_copy, before=settle)
+        with moments[0], moments[1]:
             assert loop.run() == "steps"
     assert waits.is_set()
     for step in (2, 5):
