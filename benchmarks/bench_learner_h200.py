@@ -781,7 +781,7 @@ def main() -> int:
     """Run the sections that were asked for."""
     from transformers.utils.logging import disable_progress_bar
 
-    from rlhf_pipeline.learner.metrics import known_peak_flops
+    from rlhf_pipeline.learner.metrics import peak_flops_of
 
     disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -806,7 +806,7 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = 8192 if device.type == "cuda" else 512
     peak = measured_peak_flops(device, dtype, size=size, seconds=2.0 if device.type == "cuda" else 0.2)
-    known = known_peak_flops(device, dtype)
+    known = peak_flops_of(device, dtype)
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
     print(f"{hardware}, torch {torch.__version__}: measured peak {peak / 1e12:.2f} TFLOP/s ({dtype})", end="")
     print("" if known is None else f", data sheet {known / 1e12:.0f}")

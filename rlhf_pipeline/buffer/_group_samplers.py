@@ -52,7 +52,7 @@ class Groups:
             )
 
 
-def whole_groups(view: StoreView, allowed: Ints, group_size: int | None = None) -> Groups:
+def allowed_groups(view: StoreView, allowed: Ints, group_size: int | None = None) -> Groups:
     """Return the groups whose trajectories in the view are all allowed; a row without a group is its own group."""
     group_ids = view.column("group_id").astype(np.int64)
     group_ids = np.where(group_ids < 0, -1 - np.arange(len(group_ids)), group_ids)
@@ -82,7 +82,7 @@ class GroupStrategy(TrajectorySampler):
         return rows
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
-        groups = whole_groups(view, allowed, self.group_size)
+        groups = allowed_groups(view, allowed, self.group_size)
         parts: list[Ints] = []
         left = most
         for group in self._rank(view, groups, rng).tolist():

@@ -129,7 +129,7 @@ def padded_columns(
         advantage = flat.get(ADVANTAGE)
         derive(flat, places, pool, keys, spread_advantage=advantage is not None and advantage.ndim == 1)
         if ADVANTAGE in flat and TURN_ADVANTAGES in flat and TURN_SPANS in flat:
-            _give_turns_theirs(flat, raw[f"{store.schema[column_name(TURN_ADVANTAGES)].axis}.lengths"])
+            _spread_turn_advantages(flat, raw[f"{store.schema[column_name(TURN_ADVANTAGES)].axis}.lengths"])
         if keys is not None and KL_PENALTY not in keys:
             spare.add(KL_PENALTY)
     if RETURN in flat:  # float64 on disk, so that a waiting group can be completed later
@@ -256,7 +256,7 @@ def derive(
         flat[ADVANTAGE] = places.at_assistant(flat[ADVANTAGE])
 
 
-def _give_turns_theirs(flat: dict[Key, Any], num_turns: npt.NDArray[np.int64]) -> None:
+def _spread_turn_advantages(flat: dict[Key, Any], num_turns: npt.NDArray[np.int64]) -> None:
     """Give the tokens of each turn the turn's advantage, in place, in rows that have one for each turn."""
     spans, mask = flat[TURN_SPANS], flat[ASSISTANT_MASK]
     row, number = np.nonzero(spans[:, :, 1] == POLICY_ROLE)

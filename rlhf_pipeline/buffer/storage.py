@@ -90,7 +90,7 @@ class TrajectoryCheckpointer(StorageCheckpointerBase):
 
     def dumps(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Write a copy of the store under `path`."""
-        dump_store(storage.store, storage.kept_rows(), Path(path), first_slot=storage.first_slot)
+        dump_store(storage.store, storage.rows_to_copy(), Path(path), first_slot=storage.first_slot)
 
     def loads(self, storage: TrajectoryStorage, path: str | Path) -> None:
         """Load the rows of a dump into an empty storage."""
@@ -419,10 +419,10 @@ class TrajectoryStorage(Storage):
 
     @property
     def first_slot(self) -> int:
-        """The slot of the first of `kept_rows`: in a full ring the one that is written next, else 0."""
+        """The slot of the first of `rows_to_copy`: in a full ring the one that is written next, else 0."""
         return self.next_slot if len(self._slots) == self.max_size and not len(self._slots.waits) else 0
 
-    def kept_rows(self) -> np.ndarray:
+    def rows_to_copy(self) -> np.ndarray:
         """Return the row ids to copy: those of the slots, then the rows that wait for their group."""
         return np.concatenate([self.mapped_rows(), self._slots.waits])
 
@@ -504,7 +504,7 @@ class TrajectoryStorage(Storage):
         return {
             "path": self._address,
             "watermark": self.store.watermark,
-            "rows": torch.from_numpy(self.kept_rows()),
+            "rows": torch.from_numpy(self.rows_to_copy()),
             "first_slot": self.first_slot,
         }
 

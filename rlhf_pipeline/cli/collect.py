@@ -37,9 +37,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Collect until the run ends; 130 or 143 if a signal stopped it, 3 if a retry may help."""
     from rlhf_pipeline.cli.process import conduct
-    from rlhf_pipeline.cli.request import asked_run
+    from rlhf_pipeline.cli.request import requested_run
 
-    return conduct(asked_run(args), "collector", args=args)
+    return conduct(requested_run(args), "collector", args=args)
 
 
 def _process_name(text: str) -> str:

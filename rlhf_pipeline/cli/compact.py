@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.output import said_now_and_then, say
+from rlhf_pipeline.cli.output import progress_lines, say
 from rlhf_pipeline.errors import RunExistsError, RunStorageError, typed
 from rlhf_pipeline.report.formatting import count, duration
 
@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
                 f"a process writes to {path}: it merges small segments itself, and its open segment would not be "
                 "merged. Stop it first. (In the zarr backend a killed writer counts as running for an hour.)"
             )
-        with said_now_and_then("compacting for {}; stopping it loses nothing"):
+        with progress_lines("compacting for {}; stopping it loses nothing"):
             report = store.compact()
         num = len(store)
     if report.skipped:

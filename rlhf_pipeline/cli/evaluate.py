@@ -153,13 +153,13 @@ def _of_run(args: argparse.Namespace, address: Address) -> EvaluationRequest:
     from rlhf_pipeline.run.checkpoint import step_of
     from rlhf_pipeline.run.config_diff import changes
     from rlhf_pipeline.run.folder import RunFolder
-    from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
+    from rlhf_pipeline.run.saved_inputs import definition_of, with_copied_inputs
 
     if args.out is not None:
         raise DefinitionError("--out takes the rows of a model; those of a run are stored in its own folder.")
     run = RunFolder.open(address)
     definition = definition_of(run, args.definition, trust=args.trust)
-    recorded = definition.pipeline((*with_kept_inputs(run, run.config.overrides), *args.overrides))
+    recorded = definition.pipeline((*with_copied_inputs(run, run.config.overrides), *args.overrides))
     before = run.config.pipeline
     policy_changes = [
         change for change in changes({"policy": before.get("policy")}, recorded) if change.field[:7] == "policy."

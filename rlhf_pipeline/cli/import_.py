@@ -121,7 +121,7 @@ def execute(args: argparse.Namespace) -> int:
         "one_turn": args.one_turn,
         "skip_bad": args.skip_bad,
         "durability": args.durability,
-        "on_file": _say_file,
+        "on_file": _file_line,
     }
     if args.follow:
         return _follow(args, into, options)
@@ -162,7 +162,7 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
     return 0
 
 
-def _say_file(file: FileReport) -> None:
+def _file_line(file: FileReport) -> None:
     say(f"{file.path}: {file.format}; {file.about}")
     if file.lacks:
         say(f"  not in the file: {'; '.join(file.lacks)}")

@@ -88,12 +88,12 @@ def _reward(
     from rlhf_pipeline.config_text import CODE
     from rlhf_pipeline.data.rewards import no_reward
     from rlhf_pipeline.run.bound_rewards import bound_to_stored
-    from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
+    from rlhf_pipeline.run.saved_inputs import definition_of, with_copied_inputs
 
     if run is not None:
         definition, overrides = (
             definition_of(run, definition_name, trust=trust),
-            with_kept_inputs(run, run.config.overrides),
+            with_copied_inputs(run, run.config.overrides),
         )
         if definition_name is not None and not trust:
             overrides = tuple(item for item in overrides if not CODE.search(item[1]))  # code of the run's own

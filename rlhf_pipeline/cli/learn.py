@@ -31,12 +31,12 @@ def execute(args: argparse.Namespace) -> int:
     """Learn from what collectors store; 130 or 143 if a signal stopped it, 3 if a retry may help."""
     from rlhf_pipeline.cli import torchrun
     from rlhf_pipeline.cli.process import conduct
-    from rlhf_pipeline.cli.request import asked_run
+    from rlhf_pipeline.cli.request import requested_run
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.processes.weights import reopen
 
     if torchrun.is_follower():
         return torchrun.join_in(args)
-    run = asked_run(args)
+    run = requested_run(args)
     reopen(RunFolder(run.run_dir))
     return conduct(run, "learner", args=args)

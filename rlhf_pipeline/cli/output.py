@@ -89,7 +89,7 @@ class Ticker:
 
 
 @contextmanager
-def said_now_and_then(text: str) -> Iterator[None]:
+def progress_lines(text: str) -> Iterator[None]:
     """Print a line every few seconds while work without a progress callback runs: `  {text} for 12 s; ...`."""
     done, started = threading.Event(), time.perf_counter()
 

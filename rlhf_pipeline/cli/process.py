@@ -67,7 +67,7 @@ def conduct(
     port = getattr(args, "metrics_port", None)
     serving = nullcontext() if port is None else metrics_served(run.run_dir, port, args.metrics_host)
     try:
-        with signals_seen(signals), serving:
+        with recorded_signals(signals), serving:
             finished = work()
     except KeyboardInterrupt:
         if run.joins == "collect":
@@ -103,7 +103,7 @@ def stopped_code(signals: list[int]) -> int:
 
 
 @contextmanager
-def signals_seen(signals: list[int]) -> Iterator[None]:
+def recorded_signals(signals: list[int]) -> Iterator[None]:
     """Record which signals arrive, whatever handles them: the exit code depends on them."""
     if threading.current_thread() is not threading.main_thread():
         yield

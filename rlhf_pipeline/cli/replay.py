@@ -87,9 +87,9 @@ def execute(args: argparse.Namespace) -> int:
     """Replay; return 1 if a step differs from its record."""
     if args.from_step is None:
         from rlhf_pipeline.cli.process import conduct
-        from rlhf_pipeline.cli.request import asked_run
+        from rlhf_pipeline.cli.request import requested_run
 
-        run = asked_run(args)
+        run = requested_run(args)
         return conduct(run, "starting", args=args, then=lambda view: compare(run, view))
     from rlhf_pipeline.run.address import address_of
     from rlhf_pipeline.run.lookup import is_run
@@ -121,12 +121,12 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     from rlhf_pipeline.run.continuation import check_unchanged
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.preflight import check_device
-    from rlhf_pipeline.run.saved_inputs import definition_of, with_kept_inputs
+    from rlhf_pipeline.run.saved_inputs import definition_of, with_copied_inputs
 
     run = RunFolder.open(folder)
     config = run.config
     definition = definition_of(run, trust=trust, moved="put it back")
-    pipeline = definition.pipeline(with_kept_inputs(run, config.overrides))
+    pipeline = definition.pipeline(with_copied_inputs(run, config.overrides))
     check_unchanged(run, pipeline, config.seed, inputs=False)  # nothing is sampled
     device = device or config.device
     check_device(device)

@@ -21,13 +21,13 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.lookup import is_run, open_run_or_store, run_of_store
 from rlhf_pipeline.run.processes.children import SupervisorConfig
 from rlhf_pipeline.run.run import Run
-from rlhf_pipeline.run.saved_inputs import Overrides, definition_of, with_kept_inputs
+from rlhf_pipeline.run.saved_inputs import Overrides, definition_of, with_copied_inputs
 
 _POLL_S = 0.25
 _DEFAULT_REPLAY = "offline_replay"
 
 
-def asked_run(args: argparse.Namespace) -> Run:
+def requested_run(args: argparse.Namespace) -> Run:
     """Return the run that `run`, `replay`, `collect` or `learn` asks for, checked as far as that needs no torch.
 
     With `--from` its folder is made; from then on it is a run to continue.
@@ -79,7 +79,7 @@ def _recorded(
     form = "--definition FILE.py:function" if args.command == "replay" else "FILE.py:function"
     moved = f"name its new place: rlhf-pipeline {args.command} {form} {place} {typed(out)}"
     definition = definition_of(run, definition_name, trust=args.trust, moved=moved)
-    merged = _merged(with_kept_inputs(run, config.overrides), overrides)
+    merged = _merged(with_copied_inputs(run, config.overrides), overrides)
     return _new_run(args, definition, merged, out, seed=config.seed, device=config.device, resume=True, **more)
 
 

@@ -98,11 +98,11 @@ def execute(args: argparse.Namespace) -> int:
     """Run a pipeline; 130 or 143 if a signal stopped it."""
     from rlhf_pipeline.cli import torchrun
     from rlhf_pipeline.cli.process import conduct
-    from rlhf_pipeline.cli.request import asked_run
+    from rlhf_pipeline.cli.request import requested_run
 
     if torchrun.is_follower():
         return torchrun.join_in(args)
-    run = asked_run(args)
+    run = requested_run(args)
     processes = run.supervised
     if processes is None:
         if args.ray is not None:

@@ -199,7 +199,7 @@ def _imported(
 
 
 def _say_notices(report: ImportReport) -> None:
-    """Say what the files do not tell, which an import would ask for."""
+    """Say what the files do not notify, which an import would ask for."""
     if report.other_files:
         paths = ", ".join(str(path) for path in report.other_files[:3])
         say(f"{count(len(report.other_files), 'file')} without rollouts left out: {paths}")

@@ -16,7 +16,7 @@ from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.stored_groups import StoredGroups
 from rlhf_pipeline.buffer.trajectory_schema import CURSOR, EPISODE, EVALUATION, named_reward, reward_names, turn_reward
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, kept_groups
+from rlhf_pipeline.collectors.dynamic import Round, as_one, dynamic_figures, groups_to_store
 from rlhf_pipeline.collectors.grading import Grade, Grader, Grading, check_all_failed, part_values
 from rlhf_pipeline.collectors.rollout_figures import Figures, rollout_figures, stored_figures
 from rlhf_pipeline.collectors.sampled_rows import (
@@ -274,7 +274,7 @@ class Collector:
         joined, chosen_groups = rounds[0], np.arange(len(groups))
         if config.dynamic > 1:
             joined = as_one(rounds)
-            chosen_groups = kept_groups(joined.spread, len(joined.prompts), len(groups))
+            chosen_groups = groups_to_store(joined.spread, len(joined.prompts), len(groups))
         sampled, owner, last = joined.rows, joined.owner, last_rows(joined.rows)
         places = np.flatnonzero(np.isin(owner, chosen_groups)).tolist()
         grades = [joined.grades[place] for place in places]

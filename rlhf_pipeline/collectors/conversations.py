@@ -73,7 +73,7 @@ _LONG_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class ShownTools:
+class RenderedTools:
     """The tools that the policy is shown, and what reads its calls."""
 
     schemas: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -129,7 +129,7 @@ class ConversationRow:
     row: TurnRow | None = None
     last_text: str = ""
     turns: list[int] = field(default_factory=list[int])
-    tools: ShownTools = field(default_factory=ShownTools)
+    tools: RenderedTools = field(default_factory=RenderedTools)
     exchanged: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
     variant: str = ""
 
@@ -217,7 +217,7 @@ class Conversation:
     def begin(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: ShownTools,
+        tools: RenderedTools,
         row: TurnRow | None = None,
         *,
         exchanged: Sequence[Mapping[str, Any]] | None = None,
@@ -246,7 +246,7 @@ class _Kind:
     """One environment of a definition: what makes it, and how its tools are shown and its calls read."""
 
     make: Maker
-    tools: ShownTools
+    tools: RenderedTools
     rewards: tuple[str, ...] | None
     overlaps: bool
     """Its calls run beside sampling, see `environments.environment.is_parallel`."""
@@ -259,7 +259,7 @@ class _First:
     messages: Sequence[Mapping[str, Any]] = ()
     ids: list[int]
     as_chat: bool = False
-    tools: ShownTools = field(default_factory=ShownTools)
+    tools: RenderedTools = field(default_factory=RenderedTools)
     variant: str = ""
     is_other: bool = False
     """It is a history other than the prompt, so its random numbers follow from its tokens."""
@@ -316,12 +316,12 @@ class Conversations:
         self._may_retry = False
 
     def _kind(self, make: Maker) -> _Kind:
-        return _Kind(make, self._shown_tools(tools_of(make)), rewards_of_environment(make), is_parallel(make))
+        return _Kind(make, self._rendered_tools(tools_of(make)), rewards_of_environment(make), is_parallel(make))
 
-    def _shown_tools(self, tools: Sequence[Any]) -> ShownTools:
+    def _rendered_tools(self, tools: Sequence[Any]) -> RenderedTools:
         """Return tools as the policy is shown them."""
         if not tools:
-            return ShownTools()
+            return RenderedTools()
         if not self.has_template:
             raise DefinitionError("the environment has tools, and the tokenizer has no chat template to show them.")
         schemas = [schema_of(tool) for tool in tools]
@@ -330,7 +330,7 @@ class Conversations:
             model_type = getattr(getattr(self.policy.model, "config", None), "model_type", None)
             call_format = call_format_of(self.policy.tokenizer, schemas, template=self.template, ends=self.ends)
             self._parsers[name] = TurnParser(self.policy.tokenizer, model_type, schemas, call_format)
-        return ShownTools(schemas, self._parsers[name])
+        return RenderedTools(schemas, self._parsers[name])
 
     def _kind_of(self, prompt: Prompt) -> _Kind:
         """Return the environment that answers a prompt."""
@@ -444,7 +444,7 @@ class Conversations:
                 self._take_ends(wait=True)
             return rows
         finally:
-            process_runtime().give_up([*self._calls.values()])
+            process_runtime().cancel_unawaited([*self._calls.values()])
             for lane in (*self._lanes, in_place):
                 process_runtime().pool.close(lane)
 
@@ -467,7 +467,7 @@ class Conversations:
             [
                 (
                     place,
-                    _reset(environments[place], self._own_prompt(prompts[prompt_of[place]]), seeds[prompt_of[place]]),
+                    _reset(environments[place], self._prompt_copy(prompts[prompt_of[place]]), seeds[prompt_of[place]]),
                 )
                 for place in every
             ]
@@ -558,7 +558,7 @@ class Conversations:
         """Make a prompt's environment."""
         return self._kind_of(prompt).make()
 
-    def _own_prompt(self, prompt: Prompt) -> Prompt:
+    def _prompt_copy(self, prompt: Prompt) -> Prompt:
         """Return a copy of a prompt for one environment, without the column that chose it."""
         column = self.make.column if isinstance(self.make, Environments) else None
         return replace(prompt, meta={name: value for name, value in prompt.meta.items() if name != column})
@@ -567,7 +567,7 @@ class Conversations:
         """Return what begins a conversation."""
         tools, variant, is_other = self._kind_of(prompt).tools, "", False
         if isinstance(observation, Step):
-            tools = tools if observation.tools is None else self._shown_tools(observation.tools)
+            tools = tools if observation.tools is None else self._rendered_tools(observation.tools)
             prompt_messages = [{"role": "user", "content": prompt.text}] if prompt.messages is None else prompt.messages
             observation, variant = observation.history or (), observation.variant
             is_other = bool(variant) or [*map(canonical, observation)] != [*map(canonical, prompt_messages)]
@@ -770,7 +770,7 @@ class Conversations:
         self, conversation: Conversation, ended: EndedTurn, history: Sequence[Mapping[str, Any]], step: Step
     ) -> TurnRow | None:
         """Return the row that a history continues, or a new one; None if there is no room for it and a token."""
-        tools = self._kind_of(conversation.prompt).tools if step.tools is None else self._shown_tools(step.tools)
+        tools = self._kind_of(conversation.prompt).tools if step.tools is None else self._rendered_tools(step.tools)
         for turn in conversation.row_turns[len(conversation.returned) :]:
             conversation.returned.add(turn.row.exchanged[: turn.num_exchanged], turn, tools=turn.row.tools.schemas)
         match = conversation.returned.find(history, tools=tools.schemas)
@@ -819,7 +819,7 @@ class Conversations:
         conversation: Conversation,
         messages: list[dict[str, Any]],
         *,
-        tools: ShownTools,
+        tools: RenderedTools,
         variant: str = "",
         exchanged: Sequence[Mapping[str, Any]] | None = None,
     ) -> TurnRow | None:

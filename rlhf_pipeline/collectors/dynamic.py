@@ -62,7 +62,7 @@ def as_one(rounds: Sequence[Round]) -> Round:
     )
 
 
-def kept_groups(spread: Ints, num_sampled: int, num_groups: int) -> Ints:
+def groups_to_store(spread: Ints, num_sampled: int, num_groups: int) -> Ints:
     """Return the groups to store, ascending, int64 `[wanted]`: the first with spread, then the first without.
 
     Args:
@@ -70,7 +70,7 @@ def kept_groups(spread: Ints, num_sampled: int, num_groups: int) -> Ints:
         num_sampled: of groups 0, 1, 2, ..., at least `num_groups`.
         num_groups: the groups of a rollout.
 
-    >>> kept_groups(np.array([1, 4, 5]), 6, 2).tolist(), kept_groups(np.array([4]), 6, 2).tolist()
+    >>> groups_to_store(np.array([1, 4, 5]), 6, 2).tolist(), groups_to_store(np.array([4]), 6, 2).tolist()
     ([1, 4], [0, 4])
     """
     rest = np.setdiff1d(np.arange(num_sampled), spread)[: max(num_groups - len(spread), 0)]

@@ -136,7 +136,8 @@ class Grader:
         for place in range(len(sampled)):
             members.setdefault(0 if groups is None else int(groups[place]), []).append(place)
         if not beside and not any(form.batched or form.is_async for form in self.forms):
-            return [_combined(self, [_first(_run_here(form, (sample,))) for form in self.forms]) for sample in sampled]
+            grades = ([_first(_run_in_this_thread(form, (sample,))) for form in self.forms] for sample in sampled)
+            return [_combined(self, each) for each in grades]
         with Grading(self, None) as grading:
             for place, sample in enumerate(sampled):
                 grading.add(place, sample, ended=True)
@@ -155,7 +156,7 @@ def _read(form: Form, group: Sequence[Sampled], returned: Any) -> list[Result]:
     return results_of(returned, len(group)) if form.batched else [result_of(returned)]
 
 
-def _run_here(form: Form, group: Sequence[Sampled]) -> list[Result] | BaseException:
+def _run_in_this_thread(form: Form, group: Sequence[Sampled]) -> list[Result] | BaseException:
     """Make a call in this thread, in which Ctrl-C may end it."""
     try:
         returned = form.call(group)
@@ -193,7 +194,7 @@ class Grading:
         """Give up the calls that have not ended."""
         self._is_over = True
         if self._open:
-            process_runtime().give_up([entry.call for entry in self._calls.values() if entry.call is not None])
+            process_runtime().cancel_unawaited([entry.call for entry in self._calls.values() if entry.call is not None])
 
     def add(self, place: int, sample: Sampled, *, ended: bool = False) -> None:
         """Take a completion; its calls begin at once, as far as they can."""
@@ -295,9 +296,9 @@ class Grading:
                     self._changed.wait(_LOOK_S)
                 mine, self._for_main = self._for_main, []
             for graded in mine:
-                outcome = _run_here(graded.form, graded.group)
+                outcome = _run_in_this_thread(graded.form, graded.group)
                 while self._is_to_retry(graded, outcome):
-                    outcome = _run_here(graded.form, graded.group)
+                    outcome = _run_in_this_thread(graded.form, graded.group)
                 with self._changed:
                     graded.outcome = outcome
                     self._open -= 1

@@ -103,7 +103,7 @@ def episode_names(store: StoreReads, ids: Ints, names: Ints, *, checked: bool = 
     return np.where(episodes < 0, names, episodes)
 
 
-def whole_episodes(store: StoreReads, ids: Ints) -> tuple[Ints, Ints]:
+def complete_episodes(store: StoreReads, ids: Ints) -> tuple[Ints, Ints]:
     """Return the rows of all episodes of which these are rows, and for each the place of its episode in `ids`.
 
     Args:

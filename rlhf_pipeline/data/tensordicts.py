@@ -218,7 +218,7 @@ def holds(td: TensorDictBase, key: Key) -> bool:
     return (leaves_of(rows_of(td), key) if is_stack(td) else td.get(key, None)) is not None
 
 
-def with_whole_log_probs(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
+def with_full_log_probs(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
     """Place log-probs of responses alone, as TorchRL's wrappers return them, in rows of whole tokens.
 
     A step of an environment that such a wrapper samples for has prompt, response and whole tokens, and log-probs of the
@@ -243,7 +243,7 @@ def inner_of(entry: Any) -> Any:
 
 
 def _placed(td: TensorDictBase, log_probs: Key) -> TensorDictBase:
-    """Return `with_whole_log_probs` of one row, or of a batch of padded ones."""
+    """Return `with_full_log_probs` of one row, or of a batch of padded ones."""
     prompt, response = (td.get((TOKENS[0], name), None) for name in ("prompt", "response"))
     scores = td.get((*log_probs[:-1], "response"), None)
     if prompt is None or response is None or td.get(TOKENS, None) is None:

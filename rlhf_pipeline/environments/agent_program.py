@@ -230,7 +230,7 @@ def _stop(session: ChatSession, program: _Program) -> None:
     """End a program: forget its keys, reject its requests, cancel its coroutine or leave its thread behind."""
     chat_server().close(program.keys)
     session.close(ChatError("the conversation has ended", code="conversation_ended"))
-    process_runtime().give_up([program.call])
+    process_runtime().cancel_unawaited([program.call])
 
 
 def _is_command(run: object) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlhf_pipeline.data.episodes import stored_last_rows, whole_episodes
+from rlhf_pipeline.data.episodes import complete_episodes, stored_last_rows
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange.exporter import Backend, ExportReport, chosen
-from rlhf_pipeline.exchange.target import appearing_whole, check_absent
+from rlhf_pipeline.exchange.target import atomic_target, check_absent
 from trajectory_store import TrajectoryStore
 from trajectory_store.copying import copy_store as copy_intact
 
@@ -49,9 +49,9 @@ def copy_store(
     with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):
         if filters:
             num_chosen = len(ids)
-            ids, _ = whole_episodes(opened, ids[stored_last_rows(opened, ids)])
+            ids, _ = complete_episodes(opened, ids[stored_last_rows(opened, ids)])
             left_out += num_chosen - len(ids)
-        with appearing_whole(target) as part:
+        with atomic_target(target) as part:
             copy_intact(opened, part, ids, backend=backend, on_rows=on_rows)
         columns = opened.schema.names
     return ExportReport(path=target, kind=backend, num_trajectories=len(ids), num_left_out=left_out, columns=columns)

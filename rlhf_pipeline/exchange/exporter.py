@@ -20,7 +20,7 @@ from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._values import schema_beside, to_json
 from rlhf_pipeline.exchange.atif_documents import atif_documents
-from rlhf_pipeline.exchange.target import appearing_whole, check_absent
+from rlhf_pipeline.exchange.target import atomic_target, check_absent
 from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.arrow import arrow_schema, write_parquet
 from trajectory_store.recorder.learnable_rows import learnable_rows
@@ -102,7 +102,7 @@ def export_store(
     check_absent(target, *([beside] if kind == "jsonl" else []))
     with chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable) as (opened, ids, left_out):
         schema = opened.schema if columns is None else Schema([opened.schema[name] for name in columns])
-        with appearing_whole(target) as part:
+        with atomic_target(target) as part:
             _WRITERS[kind](part, opened, schema, _parts(ids, batch_rows, on_batch))
             if kind != "parquet":
                 written = beside if kind == "jsonl" else schema_beside(part, kind)
@@ -117,7 +117,7 @@ def _export_atif(
     on_batch: Callable[[int, int], None] | None,
 ) -> ExportReport:
     check_absent(target)
-    with selection as (opened, ids, left_out), appearing_whole(target) as part:
+    with selection as (opened, ids, left_out), atomic_target(target) as part:
         documents = (
             document for some in _parts(ids, batch_rows, on_batch) for document in atif_documents(opened, some)
         )

@@ -28,7 +28,7 @@ def check_absent(*paths: Path) -> None:
 
 
 @contextmanager
-def appearing_whole(target: Path) -> Iterator[Path]:
+def atomic_target(target: Path) -> Iterator[Path]:
     """Give a path to write a file or a folder at; it becomes `target` at the end, or is removed after an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")

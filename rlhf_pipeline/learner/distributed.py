@@ -76,7 +76,7 @@ class Shards:
         """
         self._leads, self._mirror, self._mirrors = self.is_first, mirror, True
 
-    def tell(self, what: str, **more: Any) -> None:
+    def broadcast(self, what: str, **more: Any) -> None:
         """Tell the following processes what comes next; does nothing in a process that does not lead."""
         if self._leads:
             send({"what": what, **more})

@@ -15,7 +15,7 @@ import torch
 from rlhf_pipeline.buffer.buffer import TrajectoryReplayBuffer
 from rlhf_pipeline.buffer.samplers import StoreView
 from rlhf_pipeline.config import Learn, Sample
-from rlhf_pipeline.data.episodes import episode_names, stored_last_rows, whole_episodes
+from rlhf_pipeline.data.episodes import complete_episodes, episode_names, stored_last_rows
 from rlhf_pipeline.data.upload import download
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.learner.ess_guard import guard
@@ -24,10 +24,10 @@ from rlhf_pipeline.learner.metrics import (
     StepMeter,
     StepSeen,
     check_metrics,
+    custom_metrics,
     data_metrics,
     kl_metrics,
     loss_metrics,
-    own_metrics,
 )
 from rlhf_pipeline.learner.optimizer import PolicyOptimizer
 from rlhf_pipeline.learner.proximal import ProximalLogProbs
@@ -213,7 +213,7 @@ class Learner:
         if self.shards is None:
             self._state().write(folder)
             return
-        self.shards.tell("write", folder=str(folder))
+        self.shards.broadcast("write", folder=str(folder))
         self.shards.write(folder, policy=self.policy, optimizer=self.optimizer)
         if self.shards.is_first:
             write_tensors(folder, self._files())
@@ -263,7 +263,7 @@ class Learner:
         moved, proximal = read_tensors(folder, "reference"), read_tensors(folder, "proximal")
         uses = read_tensors(folder, "uses")
         if self.shards is not None:
-            self.shards.tell("read", folder=str(folder))
+            self.shards.broadcast("read", folder=str(folder))
         read_state(folder, policy=self.policy, optimizer=self.optimizer)
         if self.shards is not None:
             self.shards.refresh_mirror()
@@ -330,12 +330,12 @@ class Learner:
         if row_ids is None:
             chosen = self.chosen_rows(step)
             if admitted is None and self.chooses_a_part:
-                admitted = whole_episodes(store, self.admitted_rows(step).row_ids)[0]
+                admitted = complete_episodes(store, self.admitted_rows(step).row_ids)[0]
         else:
             if ages is None:
                 ages = version - store.read_scalars("policy_version", row_ids)
             chosen = self._whole(ChosenRows(row_ids, ages, trajectory_names(store, row_ids)))
-            admitted = None if admitted is None else whole_episodes(store, admitted)[0]
+            admitted = None if admitted is None else complete_episodes(store, admitted)[0]
         if len(chosen.row_ids) == 0:
             self._notices.append(
                 f"step {step} has nothing to learn from and changes nothing: no trajectory that is young enough has "
@@ -345,7 +345,7 @@ class Learner:
         unscored = self._unscored(chosen.row_ids, admitted)
         if self.shards is not None:
             message = {"row_ids": chosen.row_ids, "ages": chosen.ages, "admitted": unscored}
-            self.shards.tell("step", step=step, **{name: values.tolist() for name, values in message.items()})
+            self.shards.broadcast("step", step=step, **{name: values.tolist() for name, values in message.items()})
         if len(unscored):
             self._score_proximal(self._plan(unscored))
         plan = self._plan(chosen.row_ids)
@@ -415,7 +415,8 @@ class Learner:
             **self._meter.metrics(plan),
         }
         if self.config.metrics:
-            custom_figures, problems = own_metrics(self.config.metrics, dataclasses.replace(step_view, figures=figures))
+            view = dataclasses.replace(step_view, figures=figures)
+            custom_figures, problems = custom_metrics(self.config.metrics, view)
             figures |= custom_figures
             self._notices += [f"step {step}: {problem}" for problem in problems]
         # On a GPU the last bits depend on the kernels that ran.
@@ -438,12 +439,12 @@ class Learner:
             max_completion_tokens=self.max_completion_tokens,
             policy=self.policy,
             shards=self.shards,
-            whole_episodes=self.config.episode_weight == "one",
+            complete_episodes=self.config.episode_weight == "one",
         )
 
     def _whole(self, chosen: ChosenRows) -> ChosenRows:
         """Return the rows of all episodes that rows were chosen from, one after the other."""
-        row_ids, place = whole_episodes(self.buffer.store, chosen.row_ids)
+        row_ids, place = complete_episodes(self.buffer.store, chosen.row_ids)
         if len(row_ids) == len(chosen.row_ids):
             return chosen
         names = trajectory_names(self.buffer.store, row_ids)
@@ -620,7 +621,7 @@ class Learner:
             numbers = [number for number, chosen in enumerate(batches) if bool(new[chosen].any())]
             mine = numbers if self.shards is None else self.shards.share(numbers)
             share = [None if number is None else batches[number] for number in mine]
-            calls = [partial(self._own_log_probs, plan, chosen) for chosen in share]
+            calls = [partial(self._current_log_probs, plan, chosen) for chosen in share]
             # One wait for all of them: meanwhile the host prepares the next.
             scores = download([call() if self.shards is None else self.shards.run(call) for call in calls])
             own_rows: dict[int, torch.Tensor] = {}
@@ -658,7 +659,7 @@ class Learner:
             log_probs, entropy = ([values[kind] for values in figures_by_row.values()] for kind in (0, 1))
             self.buffer.store.update(plan.row_ids[list(figures_by_row)], policy_log_probs=log_probs, entropy=entropy)
 
-    def _own_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
+    def _current_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
         """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None stands for an empty one."""
         if chosen is None:
             return self.policy.log_probs(_NOTHING.tokens, _NOTHING.attention, _NOTHING.mask)

@@ -109,7 +109,7 @@ def check_metrics(functions: Sequence[MetricFunction]) -> None:
             raise DefinitionError(f"learn.metrics has two functions named {name}, and their figures would be one.")
 
 
-def own_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> tuple[Metrics, list[str]]:
+def custom_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> tuple[Metrics, list[str]]:
     """Return the figures of a user's functions, and what went wrong, one sentence each."""
     all_figures: Metrics = {}
     problems: list[str] = []
@@ -232,7 +232,7 @@ class ModelCost:
         return training_flops(lengths, scored, **dataclasses.asdict(self), backward=backward)
 
 
-def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the data sheet's bfloat16 operations per second of a known GPU, else None."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -246,7 +246,7 @@ class StepMeter:
     def __init__(self, policy: TokenPolicy, *, peak_flops: float | None, processes: int = 1) -> None:
         self.device = policy.device
         self.cost = ModelCost.of(policy)
-        self.peak_flops = peak_flops or known_peak_flops(policy.device, policy.head_weight.dtype)
+        self.peak_flops = peak_flops or peak_flops_of(policy.device, policy.head_weight.dtype)
         self.processes = processes
         self._started = time.perf_counter()
 

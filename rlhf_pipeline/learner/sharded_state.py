@@ -46,7 +46,7 @@ def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> No
     """
     dist.barrier()
     with nullcontext(folder) if folder.is_dir() else TemporaryDirectory() as place:
-        tensors = _tensors(policy.model, optimizer) | {_own_rng(): torch.get_rng_state()}
+        tensors = _tensors(policy.model, optimizer) | {_local_rng(): torch.get_rng_state()}
         save(tensors, checkpoint_id=Path(place) / SHARDS)
         collect_files(None if Path(place) == folder else Path(place) / SHARDS, folder / SHARDS)
     if dist.get_rank() == 0:
@@ -72,7 +72,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> Non
     except (OSError, CheckpointException) as error:
         raise DataError(f"the checkpoint {path} is damaged: its shards cannot be read ({error}).") from error
     make_state_for(optimizer, saved, "optimizer/")
-    rng_key = _own_rng()
+    rng_key = _local_rng()
     rng = rng_key if rng_key in saved else _FIRST  # written by fewer processes
     targets = _tensors(model, optimizer) | {rng: torch.get_rng_state()}
     missing = sorted(targets.keys() ^ {name for name in saved if not name.startswith(RNG) or name == rng})
@@ -107,6 +107,6 @@ def _tensors(model: nn.Module, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _own_rng() -> str:
+def _local_rng() -> str:
     """Return the name of this process's random generator among the tensors."""
     return f"{RNG}/{dist.get_rank() if dist.is_initialized() else 0}"

@@ -136,7 +136,7 @@ def plan_step(
     max_completion_tokens: int,
     policy: TokenPolicy,
     shards: Shards | None = None,
-    whole_episodes: bool = True,
+    complete_episodes: bool = True,
 ) -> StepPlan:
     """Split a step into micro-batches, read those of this process, and fix the loss weights from all counts.
 
@@ -150,7 +150,7 @@ def plan_step(
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         policy: scores the micro-batches, in its own layout.
         shards: given if several processes share the step.
-        whole_episodes: an episode of several rows counts as one trajectory; otherwise each of its rows does.
+        complete_episodes: an episode of several rows counts as one trajectory; otherwise each of its rows does.
     """
     store, names = storage.store, loss.tensor_keys
     columns = column_of_key(store.schema)
@@ -182,7 +182,7 @@ def plan_step(
     )
 
     episodes = None
-    if whole_episodes and keys.EPISODE_ID in columns:
+    if complete_episodes and keys.EPISODE_ID in columns:
         stored = torch.from_numpy(store.read_scalars(str(keys.EPISODE_ID), row_ids))
         episodes = torch.where(stored < 0, -1 - torch.arange(len(row_ids)), stored)
 

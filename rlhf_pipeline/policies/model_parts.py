@@ -165,7 +165,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         num_states=_num_states(text_config),
         max_positions=max_positions,
         positions_by=positions_by,
-        builds_own_mask=_builds_own_mask(text_config),
+        builds_own_mask=_builds_mask(text_config),
         cache_refusal=_cache_refusal(trunk, text_config, parameters[cache_name].annotation),
         cache_name=cache_name,
         takes_positions="position_ids" in parameters,
@@ -304,7 +304,7 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
     return most, "max_position_embeddings"
 
 
-def _builds_own_mask(config: Any) -> bool:
+def _builds_mask(config: Any) -> bool:
     layer_types = getattr(config, "layer_types", None)
     uniform = (
         all(kind == "full_attention" for kind in layer_types)
@@ -436,7 +436,7 @@ def _with_logit_map(
     factors = levels.repeat(hidden.shape[1] // len(levels) + 1)[: hidden.shape[1], None]
     scaled, model_logits = (
         [tensor[0, first : _FITTED_TOKENS : len(levels)] for first in range(len(levels))]
-        for tensor in (hidden * factors, _own_logits(model, parts, inputs, factors))
+        for tensor in (hidden * factors, _head_logits(model, parts, inputs, factors))
     )
     linear = [parts.logits(level, sampling) - offset for level in scaled]
     exact = rounding(parts.head.weight, fine=1e-5, coarse=2e-3)
@@ -449,7 +449,7 @@ def _with_logit_map(
     return parts, [(logits, parts.logits(states * scale, sampling)) for logits, states in pairs]
 
 
-def _own_logits(model: nn.Module, parts: ModelParts, inputs: dict[str, Any], factors: Tensor) -> Tensor:
+def _head_logits(model: nn.Module, parts: ModelParts, inputs: dict[str, Any], factors: Tensor) -> Tensor:
     """Return the model's own logits, `[B, T, V]`, of last hidden states times factors, `[T, 1]`."""
     applied: list[nn.Module] = []
 

@@ -75,7 +75,7 @@ def run_alarms(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFo
     for process in state["processes"]:
         yield from process_alarms(process, now, is_running=is_running)
     if is_running:
-        yield from _standing_still(state, rows, run, now)
+        yield from _stalled(state, rows, run, now)
     failed = [row for row in rows if row.get("num_failed")]
     if failed:
         num = count(sum(row["num_failed"] for row in failed), "trajectory")
@@ -137,9 +137,7 @@ def _stopped(state: dict[str, Any], run: RunFolder, *, is_complete: bool) -> Ala
     return Alarm(name="stopped", severity="page", text=text, since=state["seen"])
 
 
-def _standing_still(
-    state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFolder, now: float
-) -> Iterator[Alarm]:
+def _stalled(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFolder, now: float) -> Iterator[Alarm]:
     """Yield why a run that is alive takes no steps."""
     alive = {process["name"]: process for process in state["processes"] if process["alive"]}
     learner = alive.get("learner")

@@ -67,7 +67,7 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
                 prompt = rows["input_ids"][i][: columns[-1]].tobytes()
                 if problem is None and alone[i] and group >= 0:
                     before, earlier_row = prompts.setdefault(group, (prompt, row))
-                    if before != prompt and _asked_alike(stored, earlier_row, row):
+                    if before != prompt and _have_equal_prompts(stored, earlier_row, row):
                         problem = f"its prompt has other tokens than that of another member of group {group}"
                 if problem is not None:
                     yield row, problem
@@ -77,7 +77,7 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
         yield from _continued(stored)
 
 
-def _asked_alike(stored: Stored, row_a: int, row_b: int) -> bool:
+def _have_equal_prompts(stored: Stored, row_a: int, row_b: int) -> bool:
     """Return whether two members began with the same messages; an agent program may show others to each."""
     if "meta" not in stored.columns:
         return True

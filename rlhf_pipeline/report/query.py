@@ -373,7 +373,7 @@ class View:
         return among
 
     def _prompt_of(self, id: int) -> bytes:
-        self.check_there(id)
+        self.place_of_trajectory(id)
         if "prompt" not in self.stored.columns:
             raise MissingKeyError(f"{self.name} stores no prompts.")
         return text_bytes(self.stored.store, "prompt", np.array([id], np.int64))[0].tobytes()
@@ -458,7 +458,7 @@ class View:
     def trajectory(self, id: int, *, first: int = 0, most: int | None = MOST_TOKENS) -> Answer:
         """Return all of one trajectory."""
         stored, single = self.stored, np.array([id], np.int64)
-        here, arrivals = self.check_there(id), stored.store.arrivals()
+        here, arrivals = self.place_of_trajectory(id), stored.store.arrivals()
         (row,), (context,) = self.rows(single, self._named_rewards()), stored.contexts(single)
         near = [next(map(str, arrivals[max(at, 0) : at + 1].tolist()), None) for at in (here - 1, here + 1)]
         tokens = self._row("input_ids", single)
@@ -511,7 +511,7 @@ class View:
     def _named_rewards(self) -> list[str]:
         return [field["name"] for field in fields_of(self.stored) if is_named_reward(field["name"])]
 
-    def check_there(self, id: int) -> int:
+    def place_of_trajectory(self, id: int) -> int:
         """Return the place of a trajectory in the order of arrival."""
         arrivals = self.stored.store.arrivals()
         position = arrivals.position(id)

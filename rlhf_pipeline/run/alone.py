@@ -7,13 +7,13 @@ import time
 from rlhf_pipeline.run.build import build_parts, checked_models
 from rlhf_pipeline.run.engines import chosen_engine
 from rlhf_pipeline.run.evaluation import open_evaluator
-from rlhf_pipeline.run.events import EventHandler, RunFinished, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished, notify
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.prompt_lengths import sampling_notices
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.signals import stop_on_signals
-from rlhf_pipeline.run.sources import MadeHere
+from rlhf_pipeline.run.sources import LocalRollouts
 
 
 def collect_and_learn(job: Run, *, parent: int | None, on_event: EventHandler) -> RunFinished:
@@ -30,8 +30,8 @@ def collect_and_learn(job: Run, *, parent: int | None, on_event: EventHandler) -
         stop_on_signals(parent) as stop,
     ):
         for notice in sampling_notices(pipeline, models.policy):
-            tell(on_event, notice)
-        source = MadeHere(pipeline, parts, on_event)
+            notify(on_event, notice)
+        source = LocalRollouts(pipeline, parts, on_event)
         loop = Loop(
             job,
             folder,

@@ -269,7 +269,7 @@ def build_parts(
     write_path: list[Any] = [part for part in (advantage, kl_reward, retrieve) if part is not None]
     with closing(open_storage(run, pipeline, max_size=pipeline.buffer.max_trajectories)) as storage:
         if models.shards is not None:
-            models.shards.tell("ready")  # the following processes open the store now
+            models.shards.broadcast("ready")  # the following processes open the store now
         buffer = TrajectoryReplayBuffer(storage=storage, transform=Compose(*write_path), seed=seed)
         prompts = pipeline.prompts
         if skips_too_long(prompts):

@@ -107,7 +107,7 @@ class CheckpointWriter:
             _write(final, write_state, content)
 
         if copy is None:
-            self._say_that_it_waits()
+            self._report_wait()
             self._attempt(write, f"the checkpoint of step {step} was not written", _PREVIOUS)
         else:
             self._start(write, f"the checkpoint of step {step} was not written", _PREVIOUS)
@@ -160,7 +160,7 @@ class CheckpointWriter:
                 self._failure = RunStorageError(f"{problem}: {type(error).__name__}: {error}. {advice}")
             self._failure.__cause__ = error
 
-    def _say_that_it_waits(self) -> None:
+    def _report_wait(self) -> None:
         if self._has_said:
             return
         self._has_said = True

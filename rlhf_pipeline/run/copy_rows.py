@@ -20,7 +20,7 @@ import torch
 
 from rlhf_pipeline.buffer.trajectory_schema import INTERNAL, SLOT, USES, WAITING, trajectory_schema
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.data.episodes import episode_bounds, stored_last_rows, whole_episodes
+from rlhf_pipeline.data.episodes import complete_episodes, episode_bounds, stored_last_rows
 from rlhf_pipeline.data.keys import (
     ASSISTANT_MASK,
     EPISODE_ID,
@@ -46,7 +46,7 @@ from rlhf_pipeline.functional.advantage import (
     group_advantage,
 )
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.events import EventHandler, notify
 from rlhf_pipeline.run.selection import Choice, Limits, check_vocabulary, open_sources
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.groups import graded_groups, scores_of
@@ -160,7 +160,7 @@ class Gatherer:
                     return None
                 if time.monotonic() >= next_word:
                     next_word = time.monotonic() + _SAY_EVERY_S
-                    tell(self.on_event, f"gathered {end:,} of {total:,} trajectories ...", level="progress")
+                    notify(self.on_event, f"gathered {end:,} of {total:,} trajectories ...", level="progress")
         if self._entry.by_batch:
             self._normalise()
         return self._counts()
@@ -184,7 +184,7 @@ class Gatherer:
             rounding=rounding,
             named=self._named_rewards({name: self.target.read_scalars(name, ids) for name in self._reward_columns()}),
         )
-        ids, place = whole_episodes(self.target, ids)
+        ids, place = complete_episodes(self.target, ids)
         new = {
             "advantage": normalised.advantages.numpy()[place],
             "degenerate": normalised.degenerate.numpy()[place],

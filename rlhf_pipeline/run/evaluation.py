@@ -39,7 +39,7 @@ from rlhf_pipeline.run.evaluation_rows import (
     of_set,
     stored_evaluations,
 )
-from rlhf_pipeline.run.events import EvaluationDone, EventHandler, tell
+from rlhf_pipeline.run.events import EvaluationDone, EventHandler, notify
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.run.signals import StopRequest
@@ -230,7 +230,7 @@ class Evaluations(ABC):
         for evaluation_set in self.sets:
             evaluation_set.store.sync()
 
-    def _tell(self, evaluation_set: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
+    def _report(self, evaluation_set: EvaluationSet, step: int, figures: Figures, *, newest: int) -> None:
         """Report an evaluation; it may be the best of those up to the newest step."""
         best = evaluation_set is self._deciding and evaluation_set.best(newest) == step
         self._on_event(EvaluationDone(name=evaluation_set.name, step=step, best=best, figures=figures))
@@ -245,7 +245,7 @@ class Evaluations(ABC):
                     f"{path} is {name!r}, and the evaluation of step {step} has no named reward and no component. Name "
                     f"the function, Reward(f, name={name!r}), or continue without it: --resume --set {path}=none"
                 )
-            tell(
+            notify(
                 self._on_event,
                 f"{path} is {name!r}, and no completion of the evaluation of step {step} has a reward or component of "
                 f"that name; there are: {', '.join(reward_names) or 'none'}.{did_you_mean(name, reward_names)}",
@@ -283,12 +283,12 @@ class Evaluator(Evaluations):
                 policy_version=step,
                 digests=digests,
                 stop=lambda: bool(stop),
-                say=lambda sentence: tell(self._on_event, sentence),
+                say=lambda sentence: notify(self._on_event, sentence),
             )
             size = collector.config.prompts_per_rollout
             rows = collector.stored.rows(step * size, (step + 1) * size - 1)
             figures = evaluation_set.note(step, evaluation_figures(evaluation_set.store, rows, evaluation_set.evaluate))
             figures["evaluation/seconds"] = done.seconds
-            self._tell(evaluation_set, step, figures, newest=step if digests is None else max(evaluation_set.values))
+            self._report(evaluation_set, step, figures, newest=step if digests is None else max(evaluation_set.values))
             all_figures |= of_set(evaluation_set.name, figures)
         return all_figures

@@ -124,7 +124,7 @@ class RepeatedNotices:
 _NUMBERS: Final = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
-def tell(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
+def notify(on_event: EventHandler, message: str, *, level: Literal["info", "warning", "progress"] = "warning") -> None:
     """Report a message to the observer and the log."""
     logger.log(logging.WARNING if level == "warning" else logging.INFO, message)
     on_event(Notice(message=message, level=level))

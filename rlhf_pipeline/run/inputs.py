@@ -46,7 +46,7 @@ def keep_inputs(root: Path, definition: str, pipeline: Pipeline) -> list[Path]:
     copies = [(Path(source), root / filenames.SOURCE / Path(source).name)] if source.endswith(".py") else []
     for field, path in _all_prompt_paths(pipeline):
         if Path(path).is_file() and Path(path).stat().st_size <= LARGEST_PROMPTS:
-            copies.append((Path(path), kept_prompts(root, field, path)))
+            copies.append((Path(path), copied_prompts(root, field, path)))
     if (template := template_file(pipeline.policy.chat_template)) is not None:
         copies.append((template, root / filenames.INPUTS / "policy.chat_template" / template.name))
     targets = []
@@ -58,7 +58,7 @@ def keep_inputs(root: Path, definition: str, pipeline: Pipeline) -> list[Path]:
     return targets
 
 
-def kept_prompts(root: Path, field: str, path: str) -> Path:
+def copied_prompts(root: Path, field: str, path: str) -> Path:
     """Return where a run's folder has the copy of the prompt file at `path` that a field names."""
     return root / filenames.INPUTS / field / Path(path).name
 

@@ -26,7 +26,7 @@ from rlhf_pipeline.run.checkpoint import (
 from rlhf_pipeline.run.choice_record import RESTORE
 from rlhf_pipeline.run.disk import DiskWatch
 from rlhf_pipeline.run.evaluation import Evaluations
-from rlhf_pipeline.run.events import EventHandler, RepeatedNotices, RunFinished, RunStarted, StepDone, tell
+from rlhf_pipeline.run.events import EventHandler, RepeatedNotices, RunFinished, RunStarted, StepDone, notify
 from rlhf_pipeline.run.files import sync_path
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.freed_memory import FreedMemory
@@ -155,7 +155,7 @@ class Loop:
         self._disk = (
             None
             if run.place.is_remote
-            else DiskWatch(run.path, allowed, lambda warning: tell(on_event, warning), written=self._written)
+            else DiskWatch(run.path, allowed, lambda warning: notify(on_event, warning), written=self._written)
         )
         self._repeated = RepeatedNotices()
         self._evicts_nothing = setup.pipeline.buffer.max_trajectories is None
@@ -166,7 +166,7 @@ class Loop:
         )
         """Whether a resumed run needs no trajectory from before its checkpoint, if the next step begins a rollout."""
         self._unrecorded: Setup | None = setup
-        self._writer = CheckpointWriter(run.checkpoints, learner, say=lambda notice: tell(on_event, notice))
+        self._writer = CheckpointWriter(run.checkpoints, learner, say=lambda notice: notify(on_event, notice))
         self._begun: int | None = None
         """The step of the newest checkpoint, finished or not, which is not saved again."""
         self._saved: int | None = None
@@ -182,7 +182,7 @@ class Loop:
         self.folder.place.write_rows()
         self.folder.saved()
         newest = newest_checkpoint(
-            self.folder.checkpoints, skip=lambda message: tell(self.on_event, message), bring=self.folder.bring
+            self.folder.checkpoints, skip=lambda message: notify(self.on_event, message), bring=self.folder.bring
         )
         if newest is None:
             torch.manual_seed(self.learner.seed)  # a run's random numbers depend only on its seed
@@ -254,7 +254,7 @@ class Loop:
                 self._drop(progress.step)
                 self._finish_checkpoint()
         except StopAskedError as error:  # the step being evaluated has no line yet, and is taken again
-            tell(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
+            notify(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
             reason = "interrupted"
             self._finish_checkpoint()
         self.after(progress.step, reason)
@@ -310,7 +310,7 @@ class Loop:
         for notice in learner.take_notices():
             summary = self._repeated.text_of(notice)
             if summary is not None:
-                tell(self.on_event, summary)
+                notify(self.on_event, summary)
         row = {"step": number, "task_reward": batch.task_reward, **batch.about, "time": time.time(), **figures}
         row |= self.folder.place.traffic(learner.buffer.store)
         row |= self._evaluate(number)

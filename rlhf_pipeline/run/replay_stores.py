@@ -14,7 +14,7 @@ from rlhf_pipeline.run.build import build_learner, build_policy, open_storage
 from rlhf_pipeline.run.choice_record import gathered_counts, record_choice, recorded_choice
 from rlhf_pipeline.run.copy_rows import GatherCounts, Gatherer, gather_schema
 from rlhf_pipeline.run.evaluation import open_evaluator
-from rlhf_pipeline.run.events import EventHandler, RunFinished, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished, notify
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.loop import Loop
@@ -47,7 +47,7 @@ def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFin
     schema = None if gathered_counts(folder) is not None else gather_schema(choice)
     with job.begun(folder, on_event) as heartbeat:
         if policy.temperature != pipeline.collect.temperature:
-            tell(
+            notify(
                 on_event,
                 f"the trajectories were sampled at temperature {policy.temperature:g}, and are scored at it, not at "
                 f"collect.temperature={pipeline.collect.temperature:g}.",
@@ -107,7 +107,7 @@ def _gather(gatherer: Gatherer, run: RunFolder, stop: StopRequest) -> bool:
         return False
     gatherer.target.flush()
     record_choice(run, {**(recorded_choice(run) or {}), "gathered": asdict(counts)})
-    tell(gatherer.on_event, _what_was_gathered(gatherer.choice, counts), level="info")
+    notify(gatherer.on_event, _what_was_gathered(gatherer.choice, counts), level="info")
     return True
 
 

@@ -21,7 +21,7 @@ from rlhf_pipeline.run.continuation import (
     continuation_notices,
 )
 from rlhf_pipeline.run.disk import named_disk_errors
-from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.events import EventHandler, notify
 from rlhf_pipeline.run.folder import ALONE, RunFolder
 from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.loggers import check_logger
@@ -101,7 +101,7 @@ class Run(Setup):
             if not self.resume:
                 clear_failed_start(folder)
             for notice in continuation_notices(folder, self.pipeline, device=self.device):
-                tell(on_event, notice)
+                notify(on_event, notice)
             if not self.resume:  # else once the first step is taken; see `Loop`
                 folder.record.write(self)
             yield heartbeat

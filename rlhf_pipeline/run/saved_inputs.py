@@ -12,7 +12,7 @@ from rlhf_pipeline.data.files import field_of
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, typed
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.inputs import kept_prompts, place
+from rlhf_pipeline.run.inputs import copied_prompts, place
 
 Overrides = tuple[tuple[str, str], ...]
 
@@ -53,7 +53,7 @@ def definition_of(
     return definitions.find(f"{source_file}:{function}")
 
 
-def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
+def with_copied_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
     """Return overrides that read from the run folder what is not where it was when the run was started.
 
     The prompts come from the run's copies. The model's folder is replaced by the newest checkpoint, which has its
@@ -64,7 +64,7 @@ def with_kept_inputs(run: RunFolder, overrides: Overrides) -> Overrides:
     for field in run.record.inputs:
         path = field_of(run.config.pipeline, field) if field.endswith("prompts.path") or ".sources." in field else ""
         if path and not Path(path).exists():
-            copy = run.bring(kept_prompts(run.path, field, path))
+            copy = run.bring(copied_prompts(run.path, field, path))
             if copy.is_file():
                 settings[field] = str(copy)
     path = policy.get("path") if isinstance(policy, dict) else None

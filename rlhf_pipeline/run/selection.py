@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rlhf_pipeline.buffer.checked_rows import sound_rows
 from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.config import Replay
-from rlhf_pipeline.data.episodes import stored_last_rows, whole_episodes
+from rlhf_pipeline.data.episodes import complete_episodes, stored_last_rows
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.choice_record import record_choice, recorded_choice
@@ -197,7 +197,7 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
     learnable = learnable_rows(store, ids, skip_damaged=replay.skip_damaged)
     # A filter decides by the last row of an episode, which has its reward; the others follow it.
     ids, num_unscored = learnable.row_ids, learnable.num_unscored
-    ids, _ = whole_episodes(store, ids[stored_last_rows(store, ids)])
+    ids, _ = complete_episodes(store, ids[stored_last_rows(store, ids)])
     trajectories, groups = numbered(store, "trajectory_id", ids), numbered(store, "group_id", ids)
     if len(np.unique(trajectories)) < len(trajectories):
         trajectories = np.arange(

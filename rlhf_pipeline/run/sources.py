@@ -20,14 +20,14 @@ from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.step_plan import ChosenRows, trajectory_names
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.build import Parts
-from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.events import EventHandler, notify
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.lookup import run_of_store
 from rlhf_pipeline.run.loop import Source, StepBatch
 from rlhf_pipeline.run.offline_batches import Batches
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
-from rlhf_pipeline.run.processes.run_files import ALONE_S, say_if_alone
+from rlhf_pipeline.run.processes.run_files import ALONE_S, report_if_alone
 from rlhf_pipeline.run.rows import Row, StepRows
 from rlhf_pipeline.run.signals import StopRequest
 from trajectory_store import TrajectoryStore
@@ -53,7 +53,7 @@ class _Collected(Source):
         self._parts.load_write_path_state(state["write_path"])
 
 
-class MadeHere(_Collected):
+class LocalRollouts(_Collected):
     """Rollouts that this process collects, in order; no other process writes to its store."""
 
     samples_again = True
@@ -79,10 +79,10 @@ class MadeHere(_Collected):
                     policy_version=step - 1,
                     is_first=is_first,
                     stop=lambda: bool(stop),
-                    say=lambda sentence: tell(self._on_event, sentence),
+                    say=lambda sentence: notify(self._on_event, sentence),
                 )
             except StopAskedError as error:
-                tell(self._on_event, f"rollout {index} is given up: {error}. --resume samples it again.")
+                notify(self._on_event, f"rollout {index} is given up: {error}. --resume samples it again.")
                 return None
         followed = self._parts.curriculum
         weights = [] if followed is None or rollout is None else followed.weights(index)
@@ -189,7 +189,7 @@ class ArrivedRollouts(_Collected):
             self._heartbeat.beat("waiting for a rollout", step=step - 1)
             if time.monotonic() > alone_at:
                 alone_at = float("inf")
-                say_if_alone(self._run, "a rollout", self._on_event)
+                report_if_alone(self._run, "a rollout", self._on_event)
             pause.sleep()
         return None
 
@@ -208,7 +208,7 @@ class ArrivedRollouts(_Collected):
         stored = self._waiting.get(index) or self._rollouts.required(index)
         lost = stored.num_trajectories - len(row_ids)
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and not self._pipeline.write.drops_groups:
-            tell(
+            notify(
                 self._on_event,
                 f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: a "
                 "power loss can take what buffer.durability=process has not synced. The others are learned from.",
@@ -224,7 +224,7 @@ class ArrivedRollouts(_Collected):
         versions = self._versions(row_ids)
         of_this_run = self._of_this_run(row_ids, versions, step)
         if not of_this_run.all():
-            tell(
+            notify(
                 self._on_event,
                 f"step {step}: {int((~of_this_run).sum())} of {len(of_this_run)} trajectories of rollout {rollout} "
                 "were sampled with weights of steps that the run has lost since; they are kept and not learned from.",
@@ -232,7 +232,7 @@ class ArrivedRollouts(_Collected):
         lost, row_ids, ages = int((~of_this_run).sum()), row_ids[of_this_run], step - 1 - versions[of_this_run]
         young = ages <= self._pipeline.max_staleness
         if not young.all():
-            tell(
+            notify(
                 self._on_event,
                 f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {rollout} are older "
                 f"than {self._pipeline.max_staleness} steps (buffer.max_staleness) and are not learned from.",

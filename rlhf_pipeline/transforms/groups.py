@@ -125,7 +125,7 @@ class GroupQueue:
         """Let a trajectory wait."""
         self.waiting.setdefault(member.group, []).append(member)
 
-    def are_whole(self, arrived: Sequence[Member]) -> bool:
+    def are_complete(self, arrived: Sequence[Member]) -> bool:
         """Return whether these are whole groups, and none of them has waited."""
         counts, each = Counter(member.group for member in arrived), self.settings.batch_groups
         if each is not None and set(Counter(batch_of(group, each) for group in counts).values()) - {each}:

@@ -20,7 +20,7 @@ from rlhf_pipeline.data.keys import (
     TOKENS,
     Key,
 )
-from rlhf_pipeline.data.tensordicts import holds, with_whole_log_probs
+from rlhf_pipeline.data.tensordicts import holds, with_full_log_probs
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, last_position, per_token, segment_sum
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.functional.kl import kl_figures, kl_k1
@@ -143,7 +143,7 @@ class KLReward(ColumnTransform):
 
     def prepared(self, td: TensorDictBase) -> TensorDictBase:
         """Place the log-probs of a wrapper that returns those of responses alone."""
-        return with_whole_log_probs(td, self.keys.log_probs)
+        return with_full_log_probs(td, self.keys.log_probs)
 
     def is_done(self, td: TensorDictBase) -> bool:
         """Return whether a batch has been through the transform: it has the penalty, or was read from a store."""

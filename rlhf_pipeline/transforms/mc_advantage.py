@@ -253,7 +253,7 @@ class MCAdvantage(Transform):
                 needed = (ROWS, ASSISTANT_MASK, PRIORITY, self._reward_key(batch))
                 for key in [key for key in batch if key not in needed]:
                     del batch[key]
-            if call is not None and (len(call.rows.waiting_positions()) or not queue.are_whole(arrived)):
+            if call is not None and (len(call.rows.waiting_positions()) or not queue.are_complete(arrived)):
                 call.read(queue, {member.group for member in arrived})
             closed = queue.arrive(arrived)
             if call is not None or self.settings.group_timeout_s is not None:

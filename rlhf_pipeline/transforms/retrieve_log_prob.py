@@ -14,7 +14,7 @@ from torchrl.data import Composite
 
 from rlhf_pipeline.data.keys import LOG_PROBS, NUM_PROMPT_TOKENS, REF_LOG_PROBS, TOKENS, Key
 from rlhf_pipeline.data.padding import Side
-from rlhf_pipeline.data.tensordicts import holds, is_stack, with_whole_log_probs
+from rlhf_pipeline.data.tensordicts import holds, is_stack, with_full_log_probs
 from rlhf_pipeline.data.trajectories import Flat, Trajectories, per_token
 from rlhf_pipeline.errors import DefinitionError, EngineError, MissingKeyError
 from rlhf_pipeline.policies.encoding import tokenizer_with_template, with_tokens
@@ -167,7 +167,7 @@ class RetrieveLogProb(ColumnTransform):
         """Encode trajectories that exist as histories or text only."""
         if not holds(td, TOKENS) and not self.is_done(td):
             return with_tokens(td, self.tokenizer, history_key=self.history_key, padding_side=self.padding_side)
-        return with_whole_log_probs(td, LOG_PROBS)
+        return with_full_log_probs(td, LOG_PROBS)
 
     def _key(self, has_next: bool) -> Key:
         """Return the key of the log-probs: in `next` if the batch has one, unless the key begins with `next`."""

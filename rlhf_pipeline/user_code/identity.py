@@ -186,7 +186,7 @@ class _Observation:
             self._callable(wrapped)
         self._code(function, is_root=True)
         if not _is_of_this_project(function.__module__):
-            for name, value in _held_by(function):
+            for name, value in _parts_of_function(function):
                 self._value(name, value)
 
     def _attributes(self, owner: Any) -> None:
@@ -260,7 +260,7 @@ class _Observation:
             return _digest("class", value.__module__, value.__qualname__)
         if isinstance(value, types.FunctionType):
             self._code(value)
-            digests = [_digest(name, self._of(child, f"{place}, {name}")) for name, child in _held_by(value)]
+            digests = [_digest(name, self._of(child, f"{place}, {name}")) for name, child in _parts_of_function(value)]
             within = self._of(getattr(value, "__wrapped__", None), place)
             return _digest("function", str(value.__module__), value.__qualname__, *digests, within)
         if isinstance(value, types.MethodType):
@@ -429,7 +429,7 @@ def _is_open(value: Any) -> bool:
     return kind.__module__ == "__main__" or (isinstance(file, str) and is_users(kind.__module__, file))
 
 
-def _held_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the defaults, captured variables and attributes of a function, by name."""
     code, defaults = function.__code__, function.__defaults__ or ()
     for name, value in zip(

@@ -220,7 +220,7 @@ class Runtime:
                 call.blocked_before, call.blocking_s = self._loop.blocked_s, 0.0
             call.timeout_s = timeout_s
 
-    def give_up(self, calls: Sequence[Call]) -> None:
+    def cancel_unawaited(self, calls: Sequence[Call]) -> None:
         """End calls whose outcome nobody waits for."""
         for call in calls:
             call.on_end = None
@@ -287,13 +287,13 @@ class Runtime:
                     self._clock_sleeps = True
                     self._wakes.clear()
             for call in calls:
-                if self._taken_s(call, now) > (call.timeout_s or 0.0):
+                if self._running_s(call, now) > (call.timeout_s or 0.0):
                     self._fail_late(call)
             if idle > _IDLE_TICKS:
                 self._wakes.wait()
                 idle = 0
 
-    def _taken_s(self, call: Call, now: float) -> float:
+    def _running_s(self, call: Call, now: float) -> float:
         """Return for how long a call has run; the time for which others blocked its loop does not count."""
         taken_s = now - (now if call.started is None else call.started)
         if call.in_loop and self._loop is not None and taken_s > (call.timeout_s or 0.0):
@@ -354,7 +354,7 @@ async def in_thread(name: str, function: Callable[..., Any], arguments: Mapping[
     try:
         await ended
     finally:
-        runtime.give_up([call])  # nothing, if it has ended
+        runtime.cancel_unawaited([call])  # nothing, if it has ended
     if isinstance(call.outcome, Exception):
         raise call.outcome
     if isinstance(call.outcome, BaseException):  # SystemExit, too, ends this conversation only

@@ -205,9 +205,9 @@ class Bucket(ABC):
         return None
 
     def hold(self, root: bytes) -> None:  # noqa: B027 - elsewhere the catalog's records say which store this is
-        """Remember which folder this is, so that `still_here` notices another one in its place, or none."""
+        """Remember which folder this is, so that `check_unmoved` notices another one in its place, or none."""
 
-    def still_here(self) -> None:  # noqa: B027
+    def check_unmoved(self) -> None:  # noqa: B027
         """Check that the folder that `hold` remembers is still the one at this path."""
 
     def lock(self, key: str) -> fs.OpenFile | None:
@@ -315,7 +315,7 @@ class FolderBucket(Bucket):
             status = os.fstat(fd)
             self._root_inode = status.st_dev, status.st_ino
 
-    def still_here(self) -> None:
+    def check_unmoved(self) -> None:
         """Check that the root is the one that `hold` remembers: one call of stat."""
         if self._root_inode is None:
             return
@@ -339,7 +339,7 @@ class FolderBucket(Bucket):
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Put a file atomically: a reader sees all of it or nothing."""
-        self.still_here()
+        self.check_unmoved()
         path = self.root / key
         for attempt in range(_FOLDER_TRIES):
             temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")

@@ -129,7 +129,7 @@ class Catalog:
             fresh["_watermark"] = self._watermark
             vars(self).update(fresh)  # at once: another thread sees the view before or after it
             for problem in self.problems:
-                self._tell(problem)
+                self._warn_of(problem)
 
     def refresh(self) -> None:
         """Read new commits, new segments and removals."""
@@ -369,14 +369,14 @@ class Catalog:
         if problem in self.problems:
             return
         self.problems.append(problem)
-        self._tell(problem)
+        self._warn_of(problem)
 
     def warn_of_problems(self) -> None:
         """Warn of what was noted without a warning, because an error named it that a caller has caught."""
         for problem in self.problems:
-            self._tell(problem)
+            self._warn_of(problem)
 
-    def _tell(self, problem: str) -> None:
+    def _warn_of(self, problem: str) -> None:
         """Warn of a problem, once."""
         if self._warn and problem not in self._warned_of:
             self._warned_of.add(problem)
@@ -414,7 +414,7 @@ class Catalog:
         for segment, rows in segment_rows:
             if segment.check_rows(rows, columns, flags=flags):
                 failed = True
-                self._read_anew(segment)
+                self._forget_unchecked(segment)
         if failed:
             with self.lock:
                 before, self._warn = self._warn, warn and self._warn  # else an error follows that names the rows
@@ -488,7 +488,7 @@ class Catalog:
             count += len(segment.specs)
             if segment.has_changed():
                 self._compared = {}
-                self._read_anew(segment)
+                self._forget_unchecked(segment)
         if self.look_is_due:
             self._look_at = time.perf_counter() + max(LEAST_LOOK_S, LOOK_RARELY * STAT_S * count)
 
@@ -501,13 +501,13 @@ class Catalog:
         """Return whether all values of a column were compared, and files need not be looked at again yet."""
         return self._compared.get((column.name, flags)) == self.generation and not self.look_is_due
 
-    def _read_anew(self, segment: Segment) -> None:
+    def _forget_unchecked(self, segment: Segment) -> None:
         """Forget what was read of a segment before its files were compared with their checksums."""
         with self.lock:
             for table in self._tables.values():
                 table.pop(segment.ordinal, None)
             for later in self.later_values.values():
-                later.read_anew(segment.ordinal)
+                later.forget_segment(segment.ordinal)
 
     def look_again(self) -> None:
         """Open segments again in which damage was found and whose files have changed since: what is put back counts."""
@@ -542,7 +542,7 @@ class Catalog:
         else:
             self.segments[segment.ordinal] = reopened
             self._grew(reopened)
-        self._read_anew(reopened)  # only now: it reads later values again
+        self._forget_unchecked(reopened)  # only now: it reads later values again
         self.note_damage()
 
     def find_damage(self, among: Sequence[tuple[Segment, Rows]] | None = None, names: Sequence[str] = ()) -> bool:
@@ -551,7 +551,7 @@ class Catalog:
         is_damaged = False
         for segment, rows in every if among is None else among:
             if segment.find_damage(rows, names or tuple(segment.specs)):
-                self._read_anew(segment)
+                self._forget_unchecked(segment)
                 is_damaged = True
         if is_damaged:
             self.note_damage()
@@ -563,7 +563,7 @@ class Catalog:
         with self.lock:
             for segment in (*self.segments.values(), *self.updates.values()):
                 if segment.find_missing():
-                    self._read_anew(segment)
+                    self._forget_unchecked(segment)
                     is_missing = True
             if is_missing:
                 self.note_damage()

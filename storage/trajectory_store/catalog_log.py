@@ -97,7 +97,7 @@ class State:
         gone |= {o for first, last in self.gone for o in range(first, last + 1)}
         return replace(self.without(ordinals), rows_gone=self.rows_gone + rows_gone, gone=runs_of(sorted(gone)))
 
-    def has_gone(self, ordinal: int) -> bool:
+    def was_removed(self, ordinal: int) -> bool:
         """Return whether the rows of a segment were removed for good."""
         return any(first <= ordinal <= last for first, last in self.gone)
 
@@ -319,7 +319,7 @@ class Journal:
 
     def _follows(self, before: State) -> bool:
         """Return whether the record that this process followed is still there; False if a newer one was put since."""
-        self._bucket.still_here()
+        self._bucket.check_unmoved()
         try:
             record = self._read(before.number)
             nonce = "" if record is None else record.nonce

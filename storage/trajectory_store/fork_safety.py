@@ -36,7 +36,7 @@ def guard(owner: object, rank: int, *locks: Lock) -> None:
     _locks[owner] = rank, locks
 
 
-def release_held() -> None:
+def release_locks() -> None:
     """Release the locks that this thread holds, at the end of a call that holds none.
 
     An exception that arrives in the last line of a `with` block skips the release.

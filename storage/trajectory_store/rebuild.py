@@ -57,10 +57,10 @@ def rebuild(
         ordinal = segment.entry.ordinal
         unknown = ordinal >= following or segment.catalog > number
         is_named = any(ordinal in entry.sources for entry in state.entries)
-        if not segment.entry.merged and segment.commits and unknown and not is_named and not state.has_gone(ordinal):
+        if not segment.entry.merged and segment.commits and unknown and not is_named and not state.was_removed(ordinal):
             state = _with_segment(state, segment)
     for segment in reversed(unnamed_segments):
-        if segment.entry.merged and segment.whole and not any(map(state.has_gone, segment.sources)):
+        if segment.entry.merged and segment.whole and not any(map(state.was_removed, segment.sources)):
             replaced = [entry for entry in state.entries if not set(segment.sources).isdisjoint(entry.sources)]
             newer = all(
                 set(segment.sources).issuperset(e.sources) and e.ordinal < segment.entry.ordinal for e in replaced
@@ -121,6 +121,6 @@ def is_superfluous(state: State, segment: Unnamed, whole: Collection[int]) -> bo
         o: entry.ordinal for entry in state.entries for o in entry.sources if entry.ordinal != segment.entry.ordinal
     }
     sources = segment.sources if segment.entry.merged else (segment.entry.ordinal,)
-    if sources and all(state.has_gone(o) or home.get(o) in whole for o in sources):
+    if sources and all(state.was_removed(o) or home.get(o) in whole for o in sources):
         return True
     return not segment.commits and not segment.entry.merged

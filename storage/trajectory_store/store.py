@@ -66,7 +66,7 @@ def settled(write: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
             raise
         except BaseException:
             self._catalog.is_doubtful = True  # pyright: ignore[reportPrivateUsage]
-            fork_safety.release_held()
+            fork_safety.release_locks()
             raise
 
     return wrapper

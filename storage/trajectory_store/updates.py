@@ -213,7 +213,7 @@ class Later:
             array[rows[inside]] = new[inside]
         self._news = []
 
-    def read_anew(self, ordinal: int) -> None:
+    def forget_segment(self, ordinal: int) -> None:
         """Forget the values that were read of a segment; of one of updates, everything."""
         self._folded.pop(ordinal, None)
         self._rows.pop(ordinal, None)

@@ -290,7 +290,7 @@ def _holds(catalog: Catalog, unnamed: Unnamed) -> bool:
     return report.ok
 
 
-def whole_segments(catalog: Catalog) -> set[int]:
+def undamaged_segments(catalog: Catalog) -> set[int]:
     """Return the segments that are there without any damage that is known."""
     every = (*catalog.segments.values(), *catalog.updates.values())
     return {segment.ordinal for segment in every if not segment.gaps}
@@ -484,7 +484,7 @@ def sweep(catalog: Catalog, state: State) -> None:
     """Remove what killed processes left behind, on the word of a record that could be read and is safe."""
     if catalog.journal.is_sound and catalog.journal.state.number >= state.number:
         catalog.journal.put_copy()
-        catalog.medium.sweep(state, whole_segments(catalog))
+        catalog.medium.sweep(state, undamaged_segments(catalog))
 
 
 # The upkeep claim

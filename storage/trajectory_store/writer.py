@@ -110,7 +110,7 @@ class Stream:
                 if self._writer is writer:
                     self._end_writer(writer)
             raise fs.unsynced(error, self._catalog.medium.where) from error
-        self._catalog.medium.bucket.still_here()  # else the rows are in a folder that nobody reads
+        self._catalog.medium.bucket.check_unmoved()  # else the rows are in a folder that nobody reads
         self._call.interrupted = None
         return writer.ordinal, first
 

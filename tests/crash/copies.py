@@ -104,7 +104,7 @@ def held_by(path: Path) -> set[int]:
                     for gap in segment.gaps:
                         rows[gap.first : gap.end] = -1
                     held |= set(rows[rows >= 0].tolist())
-        return {row for row in held if not state.has_gone(row >> ORDINAL_SHIFT)}
+        return {row for row in held if not state.was_removed(row >> ORDINAL_SHIFT)}
 
 
 def wrong_in(path: Path, held: set[int], tags: dict[int, int], limit: int | None) -> list[str]:

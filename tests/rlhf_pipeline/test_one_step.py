@@ -27,7 +27,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop
 from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.signals import StopRequest
-from rlhf_pipeline.run.sources import MadeHere
+from rlhf_pipeline.run.sources import LocalRollouts
 from trajectory_store.file_access import choose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ def one_step(pipeline: Pipeline, folder: Path) -> Counter[CodeType]:
     run.record.write(setup)
     models = build_models(pipeline, seed=0, device="cpu")
     with build_parts(pipeline, models, run=run, seed=0) as parts:
-        source = MadeHere(pipeline, parts, lambda event: None)
+        source = LocalRollouts(pipeline, parts, lambda event: None)
         loop = Loop(setup, run, parts.learner, source, stop=StopRequest(), on_event=lambda event: None)
         loop.run()
         with calls_of_the_project() as found:

@@ -182,10 +182,10 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
         whole["timestamp"] = steps[place].get("timestamp")
         whole["texts"].append(message_text(_messages(steps[place])[0]))
         before = place + 1
-    return [{"made": _made_of(whole), "one_turn": True} for whole in parts]
+    return [{"made": _derived(whole), "one_turn": True} for whole in parts]
 
 
-def _made_of(whole: Row) -> dict[str, DerivedField]:
+def _derived(whole: Row) -> dict[str, DerivedField]:
     start = whole["start"]
     values = {
         "prompt_ids": DerivedField("metrics.prompt_token_ids", whole["tokens"][:start]),

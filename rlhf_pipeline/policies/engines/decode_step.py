@@ -106,13 +106,13 @@ class DecodeStep:
         form = self.masking.form
         if form == "columns":
             return self.cache.visible(lengths)
-        full = None if form == "near" else self._ready_made(lengths)
+        full = None if form == "near" else self._prepared_step(lengths)
         if form == "full":
             return full
-        near = self._ready_made(lengths if self.sliding is None else lengths.clamp(max=self.sliding - 1))
+        near = self._prepared_step(lengths if self.sliding is None else lengths.clamp(max=self.sliding - 1))
         return near if form == "near" else {"full_attention": full, "sliding_attention": near}
 
-    def _ready_made(self, lengths: Tensor) -> Tensor:
+    def _prepared_step(self, lengths: Tensor) -> Tensor:
         """Return a mask `[rows, 1, 1, columns]`: bool, or numbers to add where the model's own attention adds them."""
         mask = self.cache.visible(lengths[:, :, None, None])
         if not self.adds_masks:

@@ -301,11 +301,11 @@ class HTTPEngine:
                 return self._exchange(method, path, body, timeout=_REPLY_S)
             except _Unreachable as error:
                 if time.monotonic() + pause > until:
-                    raise self._gone(error) from error
+                    raise self._unreachable(error) from error
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
 
-    def _gone(self, error: Exception) -> EngineError:
+    def _unreachable(self, error: Exception) -> EngineError:
         return EngineError(
             f"the server at {self.name} has been out of reach for {self._patience_s:g} s ({error}). What was stored is "
             f"safe. Start the server like this: {START}; then type the same command with --resume."
@@ -408,7 +408,7 @@ class _ServerCall:
                     with engine._lock:
                         engine._restore()
         if now - self._heard > engine._patience_s:
-            raise engine._gone(TimeoutError("it does not answer /health"))
+            raise engine._unreachable(TimeoutError("it does not answer /health"))
 
     def must_end(self) -> bool:
         """See `TurnSampler.must_end`."""
@@ -458,7 +458,7 @@ class _ServerCall:
             except _Unreachable as broken:
                 error = broken
             if time.monotonic() + pause - since > engine._patience_s:
-                raise engine._gone(error) from error
+                raise engine._unreachable(error) from error
             # The server may still be working on it, and its reply would be lost.
             with contextlib.suppress(_Unreachable):
                 engine._exchange("POST", "/abort_requests", {"request_ids": [_ID_PREFIX + name]}, timeout=5.0)

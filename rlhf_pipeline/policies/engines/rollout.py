@@ -89,7 +89,7 @@ class Gate:
             self._changed.notify_all()
 
     @contextmanager
-    def standing_aside(self) -> Iterator[None]:
+    def sampling_interrupted(self) -> Iterator[None]:
         """Interrupt sampling within `with gate:`; leaving the context waits until sampling is allowed again."""
         self.__exit__()
         try:
@@ -260,7 +260,7 @@ class EngineRollout:
     def give_way(self) -> bool:
         """Let other threads change the weights, and wait until they are done; True if the weights may have changed."""
         changed, steps = False, len(self.out_rows)
-        with self.engine.gate.standing_aside():
+        with self.engine.gate.sampling_interrupted():
             if self.refresh is not None:
                 changed = self.refresh.due(steps, since=self._looked)
                 if changed:

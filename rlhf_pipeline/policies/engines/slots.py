@@ -603,7 +603,7 @@ class _Turns(SlotRun):
         self.out_rows.append(rows[:0])
         answers: Answers = {}
         if ended:
-            with self.engine.gate.standing_aside():  # others need not wait for an environment
+            with self.engine.gate.sampling_interrupted():  # others need not wait for an environment
                 answers = self.partner.answer(ended)
         if self.reply_after == 0:
             answers = {**answers, **self._fetch([turn.place for turn in ended if turn.place not in answers])}
@@ -673,6 +673,6 @@ class _Turns(SlotRun):
         """Wait for exactly these replies, while other threads may change the weights or abort the call."""
         if not places:
             return {}
-        with self.engine.gate.standing_aside():
+        with self.engine.gate.sampling_interrupted():
             answers = self.partner.fetch(places, lambda: not self.must_end())
         return {} if answers is None else dict(answers)

@@ -123,11 +123,11 @@ class VLLMEngine:
                 if not call.has_requests and not turns.waiting:
                     break
                 if not call.has_requests:
-                    with self.gate.standing_aside():
+                    with self.gate.sampling_interrupted():
                         arrived.wait(LOOK_S)
                 for place in call.step(refresh) if call.has_requests else ():
                     request_of_turn, row = sampled.pop(place)
-                    with self.gate.standing_aside():  # others need not wait for an environment
+                    with self.gate.sampling_interrupted():  # others need not wait for an environment
                         turns.ended(place, collected(request_of_turn, [row], versioned=self._is_versioned([row])))
                 arrived.clear()
                 turns.take_arrived()
@@ -235,7 +235,7 @@ class _EngineCall:
             if output.finished:
                 del self._rows[output.request_id]
         self._steps += 1
-        with self._owner.gate.standing_aside():
+        with self._owner.gate.sampling_interrupted():
             if refresh is not None:
                 refresh.due(self._steps, since=self._steps - 1)
         return ended

@@ -145,7 +145,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
         try:
             with lock:
                 view = view_of(views, request.path_params["run"])
-                view.check_there(request.path_params["row"])
+                view.place_of_trajectory(request.path_params["row"])
                 content: object = json.loads(body)
                 if not isinstance(content, dict):
                     raise DefinitionError("a note is a text and a list of labels.")

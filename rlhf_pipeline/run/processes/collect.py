@@ -20,7 +20,7 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.build import Parts, build_parts, checked_models
 from rlhf_pipeline.run.engines import chosen_engine, own_slots
 from rlhf_pipeline.run.evaluation import Evaluator, open_evaluator
-from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events, tell
+from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events, notify
 from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.freed_memory import FreedMemory
@@ -74,7 +74,7 @@ def collect(
         heartbeat.beat("starting")
         models = checked_models(job, run, on_event)
         for notice in sampling_notices(pipeline, models.policy):
-            tell(on_event, notice)
+            notify(on_event, notice)
         with (
             chosen_engine(pipeline, models.policy, run=run, device=job.device),
             build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
@@ -165,9 +165,9 @@ class _Worker:
                 (self._store_rollout if claims is self.claims else self._evaluate)(number, published)
                 done = True
             except LeaseLostError as error:
-                tell(self.on_event, str(error))
+                notify(self.on_event, str(error))
             except StopAskedError as error:
-                tell(self.on_event, f"{claims.work.what} {number} is given up: {error}.")
+                notify(self.on_event, f"{claims.work.what} {number} is given up: {error}.")
             finally:
                 claims.release(done=done)
             last_published = None
@@ -250,7 +250,7 @@ class _Worker:
                 digests=self.digests,
                 is_first=self.claims.is_first,
                 stop=lambda: bool(self.stop),
-                say=lambda sentence: tell(self.on_event, sentence),
+                say=lambda sentence: notify(self.on_event, sentence),
             )
         except RewardError:
             self.heartbeat.beat("failed: every reward call", rollout=rollout, rollouts=self.num_rollouts)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.run.build import Parts, build_parts, checked_models
-from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, tell
+from rlhf_pipeline.run.events import EventHandler, RunFinished, ignore_events, notify
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.loop import Loop, Reason
@@ -140,10 +140,10 @@ class _Publisher:
             return None, None
         row, problem = self._ledger.planned(before.version), weights_problem(self._run, before)
         if problem is not None:
-            tell(on_event, f"the published weights of step {before.version} are damaged: {problem}.")
+            notify(on_event, f"the published weights of step {before.version} are damaged: {problem}.")
             return None, None
         if row is None and before.version:
-            tell(on_event, f"the ledger has no step {before.version}: the weights published after it are replaced.")
+            notify(on_event, f"the ledger has no step {before.version}: the weights published after it are replaced.")
             return None, None
         if before.finished is not None:  # the run continues
             publish(self._run, replace(before, finished=None), save=None)

@@ -17,7 +17,7 @@ from rlhf_pipeline.run.evaluation_rows import Figures, of_set
 from rlhf_pipeline.run.events import EventHandler
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
-from rlhf_pipeline.run.processes.run_files import ALONE_S, say_if_alone
+from rlhf_pipeline.run.processes.run_files import ALONE_S, report_if_alone
 from rlhf_pipeline.run.processes.weights import read_published
 from rlhf_pipeline.run.signals import StopRequest
 
@@ -57,7 +57,7 @@ class RemoteEvaluations(Evaluations):
             self._heartbeat.beat("waiting for an evaluation", step=min(self.requested))
             if time.monotonic() > alone_at:
                 alone_at = float("inf")
-                say_if_alone(self._run, "an evaluation", self._on_event)
+                report_if_alone(self._run, "an evaluation", self._on_event)
             pause.sleep()
             self._arrived()
         return not self.requested
@@ -68,7 +68,7 @@ class RemoteEvaluations(Evaluations):
         for evaluation_set in self.sets if self.requested else ():
             evaluation_set.store.refresh()
             for step, figures in evaluation_set.new():
-                self._tell(evaluation_set, step, figures, newest=max(evaluation_set.values))
+                self._report(evaluation_set, step, figures, newest=max(evaluation_set.values))
                 all_figures |= of_set(evaluation_set.name, {"evaluation/step": step, **figures})
         self.requested = {step: digest for step, digest in self.requested.items() if not self.has(step)}
         return all_figures

@@ -17,7 +17,7 @@ from rlhf_pipeline.run.continuation import (
     continuation_notices,
 )
 from rlhf_pipeline.run.disk import named_disk_errors
-from rlhf_pipeline.run.events import EventHandler, tell
+from rlhf_pipeline.run.events import EventHandler, notify
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FolderClaims
@@ -72,7 +72,7 @@ def shared_run(
                         check_unchanged(folder, pipeline, seed, overrides=setup.overrides)
                         check_parts(folder)
                         for notice in continuation_notices(folder, pipeline, device=setup.device if leads else None):
-                            tell(on_event, notice)
+                            notify(on_event, notice)
                     if not again and not folder.record.write(setup):
                         begins = False  # another machine's process was first
                         check_unchanged(folder, pipeline, seed)
@@ -129,11 +129,11 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     open_storage(folder, pipeline, max_size=pipeline.buffer.max_trajectories).close()
 
 
-def say_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
+def report_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
     """Report that the learner waits for something if no collector is alive."""
     if not run.place.living() - {"learner", "supervisor"}:
         command = f"rlhf-pipeline collect --run {typed(run.address)}"
-        tell(on_event, f"the learner waits for {what}, and no collector is alive. Start one: {command}")
+        notify(on_event, f"the learner waits for {what}, and no collector is alive. Start one: {command}")
 
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:

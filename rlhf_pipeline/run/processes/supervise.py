@@ -169,7 +169,7 @@ class Supervisor:
                 time.sleep(_TICK_S)
             if reason is None:
                 logger.info("supervisor: all processes are asked to stop")
-                self._tell(
+                self._report(
                     "all processes finish their rollout or step, and save. Press Ctrl-C again to kill them.", "info"
                 )
             self._wind_down(signal.SIGTERM if reason is None else None)
@@ -191,7 +191,7 @@ class Supervisor:
                 continue
             why = child.kill_if_hung()
             if why is not None:
-                self._tell(f"{child.name} hangs ({why}); it is killed and started again.")
+                self._report(f"{child.name} hangs ({why}); it is killed and started again.")
             ended = child.take_exit()
             if ended is not None:
                 self._on_exit(child, ended)
@@ -223,7 +223,7 @@ class Supervisor:
         message = f"{ended.name} {ended.how}; {again} started again in {delay:g} s"
         words = f": {ended.last_words}" if ended.last_words else ""
         logger.warning("%s (failures in a row: %d)%s", message, child.failures, words)
-        self._tell(f"{message}.")
+        self._report(f"{message}.")
 
     def _advice(self, ended: Exit) -> str:
         last_words = f"It said last: {ended.last_words}\n" if ended.last_words else ""
@@ -279,7 +279,7 @@ class Supervisor:
         for row in self.metrics.read():
             self.on_event(StepDone(step=row["step"], total_steps=self.total_steps, metrics=row))
 
-    def _tell(self, message: str, level: Literal["info", "warning"] = "warning") -> None:
+    def _report(self, message: str, level: Literal["info", "warning"] = "warning") -> None:
         self.on_event(Notice(message=message, level=level))
 
     def _steps_taken(self, _heartbeat: Mapping[str, Any]) -> int:

@@ -71,7 +71,7 @@ _OLD_S = 60.0
 
 
 _open_here: weakref.WeakSet[ObjectMedium] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [medium.begin_anew() for medium in _open_here])
+os.register_at_fork(after_in_child=lambda: [medium.forget_parent() for medium in _open_here])
 
 
 class ObjectMedium(Medium):
@@ -91,7 +91,7 @@ class ObjectMedium(Medium):
         self._own_commits: dict[int, list[Commit]] = {}
         _open_here.add(self)
 
-    def begin_anew(self) -> None:
+    def forget_parent(self) -> None:
         """Start afresh after a fork: the parent's commits and files are those of another process."""
         self._own_commits.clear()
         self._cache.remove.detach()

@@ -261,13 +261,13 @@ def as_failure(value: Any, name: str) -> str:
     >>> as_failure("SandboxTimeout: no answer", "error"), as_failure("truncated", "error"), as_failure("None", "error")
     ('timeout', 'truncated', '')
     """
-    if not _is_said(value):
+    if not _is_given_failure(value):
         return ""
     text = str(value).strip().lower()
     return text if text in FAILURES else next((kind for words, kind in _KINDS if re.search(words, text)), "tool_error")
 
 
-def _is_said(value: Any) -> bool:
+def _is_given_failure(value: Any) -> bool:
     """Return False for what stands where nothing is: null, NaN, false, zero, and their spellings in text."""
     if isinstance(value, str):
         return value.strip().lower() not in ("", "none", "null", "nan", "false", "0", "no", "ok")

@@ -24,9 +24,9 @@ import numpy as np
 from trajectory_store.errors import BatchError, SchemaError, StoreError
 from trajectory_store.recorder.argument_types import Array, Numbers, Scalar, TokenIds, TokenNumbers
 from trajectory_store.recorder.episode_rows import EpisodeRows, episode_rows
-from trajectory_store.recorder.known_names import Group, KnownNames, group_names
 from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
 from trajectory_store.recorder.record_batch import RecordBatch, as_list
+from trajectory_store.recorder.recorded_names import Group, RecordedNames, group_names
 from trajectory_store.recorder.row_encoder import Encoder
 from trajectory_store.recorder.source_ids import SOURCE_BITS, alone, next_base, open_or_create, store_lock
 from trajectory_store.recorder.standard import (
@@ -122,7 +122,7 @@ class TrajectoryRecorder:
         self._pending: tuple[Any, dict[int, list[float]]] | None = None
         """Completions that some functions have not graded yet, and the rewards of those that have."""
         self._resumed_at: int | None = None
-        self._names = KnownNames()
+        self._names = RecordedNames()
         self._lock = threading.RLock()
         self._have_columns(column.name for column in (*FAILURES, *_SAMPLED))
 

@@ -14,7 +14,7 @@ import pytest
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.cli.request import asked_run
+from rlhf_pipeline.cli.request import requested_run
 from rlhf_pipeline.cli.summary import finish
 from rlhf_pipeline.cli.torchrun import import_torch
 from rlhf_pipeline.run.events import RunFinished
@@ -47,7 +47,7 @@ def run_of_several(folder: str, *, collectors: int | None = None) -> Path:
 def test_definition_and_seed_are_those_of_the_run(command: str):
     """A process joins a run that is there with nothing but its folder."""
     run_of_several("mine")
-    made = asked_run(parse([command, "--run", "mine"]))
+    made = requested_run(parse([command, "--run", "mine"]))
     assert (made.run_dir, made.definition, made.seed, made.device) == (Path("mine"), "copy_digits", 0, "cpu")
     assert made.pipeline.learn.lr == 0.5
     assert made.again == f"rlhf-pipeline {command} --run mine"
@@ -66,7 +66,7 @@ def test_a_learner_waits_for_the_collector_that_begins_the_run(cli: Cli, capsys:
 
     collector = threading.Thread(target=begin)
     collector.start()
-    made = asked_run(parse(["learn", "--run", "new"]))
+    made = requested_run(parse(["learn", "--run", "new"]))
     collector.join()
     assert (made.definition, made.seed, made.joins) == ("long_running", 3, "learn")
     assert "new is not a run yet; waiting for a collector to begin it" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_what_to_run_must_be_named_once(cli: Cli, command: str):
     assert shown.code == 2
     assert "is not a run yet, so say what to run" in shown.err
     assert "rlhf-pipeline collect long_running --run new" in shown.err
-    made = asked_run(parse([command, "long_running", "--run", "new", "--set", "learn.lr=0.25"]))
+    made = requested_run(parse([command, "long_running", "--run", "new", "--set", "learn.lr=0.25"]))
     assert (made.definition, made.pipeline.learn.lr, made.overrides) == ("long_running", 0.25, (("learn.lr", "0.25"),))
 
 
@@ -110,17 +110,17 @@ def test_a_definition_that_has_moved_is_named_in_the_same_command(cli: Cli, comm
     Path("mine/config.json").write_text(json.dumps(config | {"definition": "/gone.py:task"}))
     shown = cli(command, "--run", "mine")
     assert shown.err.rstrip().endswith(f"rlhf-pipeline {command} FILE.py:function --run mine")
-    made = asked_run(parse([command, "copy_digits", "--run", "mine"]))
+    made = requested_run(parse([command, "copy_digits", "--run", "mine"]))
     assert made.definition == "copy_digits"
 
 
 def test_resume_has_as_many_collectors_as_before():
     """The number need not be typed again; a typed one counts."""
     run_of_several("many", collectors=3)
-    made = asked_run(parse(["run", "many", "--resume"]))
+    made = requested_run(parse(["run", "many", "--resume"]))
     assert made.supervised == SupervisorConfig(collectors=3)
     assert made.again == "rlhf-pipeline run --out many --resume"
-    made = asked_run(parse(["run", "many", "--resume", "--collectors", "1"]))
+    made = requested_run(parse(["run", "many", "--resume", "--collectors", "1"]))
     assert (made.supervised and made.supervised.collectors, made.again) == (
         1,
         "rlhf-pipeline run --out many --collectors 1 --resume",
@@ -147,7 +147,7 @@ def test_a_run_that_was_stopped_before_its_store_was_made_says_how_to_go_on(cli:
     RunFolder("new").record.write(
         Setup(pipeline=pipeline, definition="long_running", overrides=(), seed=0, device="cpu")
     )
-    plan = asked_run(parse(["run", "--resume", "--out", "new", "--collectors", "1"]))
+    plan = requested_run(parse(["run", "--resume", "--out", "new", "--collectors", "1"]))
     ended = RunFinished(
         run_dir=Path("new"),
         reason="interrupted",

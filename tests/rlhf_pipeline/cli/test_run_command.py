@@ -15,7 +15,7 @@ from rlhf_pipeline import Replay
 from rlhf_pipeline.cli import replay, summary
 from rlhf_pipeline.cli.parser import parse
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.cli.request import asked_run
+from rlhf_pipeline.cli.request import requested_run
 from rlhf_pipeline.run.events import RunFinished
 from rlhf_pipeline.run.run import Run
 
@@ -32,7 +32,7 @@ def task() -> Pipeline:
 
 def plan(*argv: object) -> Run:
     """Return the plan of `rlhf-pipeline run ARGV`."""
-    return asked_run(parse(["run", *map(str, argv)]))
+    return requested_run(parse(["run", *map(str, argv)]))
 
 
 def task_file(folder: Path, fields: str, imports: str = "Collect") -> Path:
@@ -233,16 +233,16 @@ def test_replay_when_the_definition_has_moved(tmp_path: Path):
     """Named at its new place it is the run's own: overrides, seed and order are the recorded ones."""
     write_run(Path("runs/demo"), overrides=(("learn.lr", "0.5"),))
     typed = ["replay", "runs/demo", "--out", "again"]
-    wanted = asked_run(parse(typed))
+    wanted = requested_run(parse(typed))
     moved, other = tmp_path / "moved.py", tmp_path / "other.py"
     text = (Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text()
     moved.write_text(text)
-    made = asked_run(parse([*typed, "--definition", str(moved)]))
+    made = requested_run(parse([*typed, "--definition", str(moved)]))
     assert (made.overrides, made.pipeline, made.seed) == (wanted.overrides, wanted.pipeline, wanted.seed)
     recorded = Replay(stores=(str(tmp_path / "runs/demo"),), recorded_order=True)
     assert wanted.pipeline.replay == recorded
     other.write_text(text.replace("num_digits=4", "num_digits=5"))
-    made = asked_run(parse([*typed, "--definition", str(other)]))
+    made = requested_run(parse([*typed, "--definition", str(other)]))
     assert (made.pipeline.learn.lr, made.pipeline.replay) == (
         2e-3,
         replace(wanted.pipeline.replay, recorded_order=False),
@@ -260,7 +260,7 @@ def test_a_replay_says_what_it_compared(groups: str, code: int, said: str):
     """The mean reward of a run that dropped groups is not compared, so it is not called equal."""
     overrides, out = (("write.zero_variance", groups),), io.StringIO()
     write_run(Path("runs/demo"), overrides=overrides)
-    made = asked_run(parse(["replay", "runs/demo", "--out", "again"]))
+    made = requested_run(parse(["replay", "runs/demo", "--out", "again"]))
     write_run(Path("again"), overrides=overrides, failed=1)
     assert replay.compare(made, RunView(out, live=False)) == code
     assert said in out.getvalue()

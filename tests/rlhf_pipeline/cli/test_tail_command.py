@@ -127,19 +127,19 @@ def test_follow_a_live_writer(run_dir: Path, followers: list[Follower]):
         env=ENV,
     ) as writer:
 
-        def tell(line: str) -> str:
+        def notify(line: str) -> str:
             assert writer.stdin is not None
             assert writer.stdout is not None
             writer.stdin.write(f"{line}\n")
             writer.stdin.flush()
             return writer.stdout.readline().strip()
 
-        assert tell("100") == "done"
+        assert notify("100") == "done"
         assert ends(plain.next(3)) == ["100", "101", "102"]
         StepRows(run_dir / "metrics.jsonl").append({"step": 13, "task_reward": 0.5, "watermark": 51})
         assert plain.next(1) == ["step 13: reward 0.500"]
-        assert tell("compact") == "51"
-        assert tell("103") == "done"
+        assert notify("compact") == "51"
+        assert notify("103") == "done"
         assert ends(plain.next(3)) == ["103", "104", "105"]
     assert sorted(ends(picky.next(4))) == ["0.500", "101", "103", "105"]
     assert plain.stop() == (130, "")

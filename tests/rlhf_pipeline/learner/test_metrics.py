@@ -12,7 +12,7 @@ from rlhf_pipeline.buffer.batches import padded_columns
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, ATTENTION_MASK, LOG_PROBS, REF_LOG_PROBS, TOKENS
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.learner.lora import add_adapters
-from rlhf_pipeline.learner.metrics import ModelCost, StepSeen, data_metrics, kl_metrics, known_peak_flops
+from rlhf_pipeline.learner.metrics import ModelCost, StepSeen, data_metrics, kl_metrics, peak_flops_of
 from rlhf_pipeline.losses.loss_batch import LossBatch
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import Event
@@ -56,7 +56,7 @@ def test_frozen_weights_cost_two_thirds():
 
 def test_peaks_are_known_for_gpus_only():
     """No peak is made up for a CPU."""
-    assert known_peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert peak_flops_of(torch.device("cpu"), torch.bfloat16) is None
 
 
 def test_every_line_has_the_figures_that_are_documented(tmp_path):

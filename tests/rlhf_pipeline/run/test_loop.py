@@ -30,7 +30,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.loop import Loop, Progress, Source, StepBatch
 from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.signals import StopRequest
-from rlhf_pipeline.run.sources import MadeHere
+from rlhf_pipeline.run.sources import LocalRollouts
 from tests.moments import Call, at_call, fails
 from tests.rlhf_pipeline.small import leave_memory, tiny, weights
 
@@ -97,7 +97,7 @@ def loop_in(
     if not run.record.exists:
         run.record.write(setup)
     with build_parts(pipeline, build_models(pipeline, seed=0, device="cpu"), run=run, seed=0) as parts:
-        source = Told(MadeHere(pipeline, parts, on_event), change)
+        source = Told(LocalRollouts(pipeline, parts, on_event), change)
         source.last = last
         loop = Loop(setup, run, parts.learner, source, stop=StopRequest(), on_event=on_event, **options)
         loop.restore()

@@ -154,7 +154,7 @@ def test_calls_that_nobody_waits_for_end():
     calls, limit = [coroutine(waits), coroutine(lambda: sleeps(0.0))], Limit(1)
     runtime.begin(calls, limit=limit)
     assert begun.wait(5.0)
-    runtime.give_up(calls)
+    runtime.cancel_unawaited(calls)
     assert cancelled.wait(5.0)
     assert outcomes(runtime, coroutine(lambda: sleeps(0.0)), limit=limit) == [0.0]
 

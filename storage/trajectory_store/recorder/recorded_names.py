@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class KnownNames:
+class RecordedNames:
     """What is known of a store: names of rows, the newest of each, and names of groups."""
 
     rows: dict[RowName, int] = field(default_factory=dict[RowName, int])
