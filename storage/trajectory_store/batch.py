@@ -351,7 +351,7 @@ def _ragged(column: Column, column_rows: Any) -> tuple[npt.NDArray[Any], Int64Ar
     rows: list[npt.NDArray[Any]] = []
     for i, row in enumerate(cast("Iterable[Any]", column_rows)):
         try:
-            array = _numbers(column, row)
+            array = row if type(row) is np.ndarray else _numbers(column, row)  # which would return it, in more steps
         except (ValueError, TypeError) as error:
             if isinstance(error, BatchError):
                 raise

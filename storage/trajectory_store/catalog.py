@@ -497,9 +497,9 @@ class Catalog:
         """Whether every commit was compared with its checksum, and files need not be looked at again yet."""
         return self._compared.get(None) == self.generation and not self.look_is_due
 
-    def has_checked(self, column: Column, *, flags: bool) -> bool:
-        """Return whether all values of a column were compared, and files need not be looked at again yet."""
-        return self._compared.get((column.name, flags)) == self.generation and not self.look_is_due
+    def has_compared(self, column: Column, *, flags: bool) -> bool:
+        """Return whether all values of a column were compared, in the state of the files when they were looked at."""
+        return self._compared.get((column.name, flags)) == self.generation
 
     def _forget_unchecked(self, segment: Segment) -> None:
         """Forget what was read of a segment before its files were compared with their checksums."""

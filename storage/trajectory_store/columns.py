@@ -231,10 +231,13 @@ class ColumnReader:
 
     def _count_gaps(self) -> int:
         """Return how many parts of these segments, and of all updates, are left out."""
-        return sum([len(segment.gaps) for segment in self._watched])
+        count = 0
+        for segment in self._watched:  # a loop: each step of each read asks
+            count += len(segment.gaps)
+        return count
 
     def confirm(self) -> None:
-        """Refuse what was read if another read, since this one began, has found that some of its rows are damaged."""
+        """Reject what was read if another read, since this one began, has found that some of its rows are damaged."""
         if self._count_gaps() <= self._gaps:
             return
         self._gaps = self._count_gaps()
@@ -292,12 +295,16 @@ class ColumnReader:
         Columns with later values are left to `_check`.
         """
         catalog = self._catalog
-        if not self._unchecked or catalog.updates or catalog.lost_updates:
+        if not self._unchecked or catalog.updates or (catalog.failed and catalog.lost_updates):
             return
-        left = [column for column in columns if not catalog.has_checked(column, flags=False)]
-        if not left:
-            return
-        self._compare(left, self._base.runs, flags=False)
+        left, is_due = list[Column](), catalog.look_is_due
+        for column in columns:
+            if is_due or not catalog.has_compared(column, flags=False):
+                left.append(column)
+            else:
+                self._checked.add((column.name, False))
+        if left:
+            self._compare(left, self._base.runs, flags=False)
 
     def _compare(self, columns: Sequence[Column], runs: Sequence[tuple[int, Rows]], *, flags: bool) -> None:
         """Compare columns of rows, and raise as `_check` does if some do not match."""
@@ -320,7 +327,7 @@ class ColumnReader:
         if not self._unchecked or (column.name, flags) in self._checked:
             return
         catalog = self._catalog
-        if catalog.has_checked(column, flags=flags):
+        if catalog.has_compared(column, flags=flags) and not catalog.look_is_due:
             return
         if catalog.lost_updates and column.optional and len(self.ids):
             raise CorruptionError(
