@@ -201,7 +201,7 @@ class Children(AbstractContextManager["Children"]):
     def _add(self, name: str, start: Callable[[Path], BaseProcess | subprocess.Popen[Any]]) -> Child:
         self.folder.mkdir(parents=True, exist_ok=True)
         out = self.folder / f"{name}-{len(self._children)}.out"
-        out.touch()
+        out.write_bytes(b"")
         child = Child(name, out, start)
         self._children.append(child)
         return child

@@ -37,6 +37,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.crash._lakes import small_lake
 from tests.damage import damage, used
+from tests.processes import Children
 from tests.rlhf_pipeline.small import changed, collect, learn, offline, tiny, weights
 from trajectory_store import StoreError
 
@@ -109,25 +110,19 @@ def go(name: str, pipeline: Pipeline, run_dir: Path, steps: int, seed: int = 0) 
     if name != "several":
         run(pipeline, run_dir=run_dir, seed=seed, resume=run_dir.exists(), on_event=print_notices)
         return
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            collect(pipeline, run_dir=run_dir)
-            code = 0
-        except (PipelineError, StoreError) as error:
-            sys.stderr.write(f"collector: {type(error).__name__}: {error}\n")
-        finally:
-            sys.stderr.flush()
-            if code:
-                os.kill(os.getppid(), signal.SIGUSR1)
-            os._exit(code)
     signal.signal(signal.SIGUSR1, _refused)
-    try:
+    with Children(run_dir.with_name(f"collector-of-{run_dir.name}")) as children:
+        collector = children.fork(lambda: _collect(pipeline, run_dir))
         learn(pipeline, run_dir=run_dir, on_event=print_notices)
-        os.waitpid(pid, 0)
+        collector.wait()
+
+
+def _collect(pipeline: Pipeline, run_dir: Path) -> None:
+    parent = os.getppid()
+    try:
+        collect(pipeline, run_dir=run_dir)
     except BaseException:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(parent, signal.SIGUSR1)
         raise
 
 
@@ -143,39 +138,25 @@ def print_notices(event: Event) -> None:
 
 def lived(act: Callable[[], None], said: Path) -> int:
     """Do something in a process of its own; return its exit code: 0, 3 for an error of this package, 1 for another."""
-    pid = os.fork()
-    if not pid:
-        os.setsid()
-        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout = sys.stderr = open(1, "w", closefd=False)  # noqa: SIM115 - a test runner has put its own there
+
+    def live() -> None:
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler would wait for Python, which may hang
         signal.alarm(_PATIENCE_S)
-        code = 1
         try:
             act()
-            code = 0
         except (PipelineError, StoreError) as error:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            code = 3
+            sys.exit(3)
         except BaseException as error:  # noqa: BLE001 - judged by the parent
             sys.stderr.write(f"RAW {type(error).__name__}: {error}\n")
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with_group(pid)
+            sys.exit(1)
+
+    with Children(said.with_suffix(".processes")) as children:
+        child = children.fork(live)
+        code = child.wait(2 * _PATIENCE_S)
+    said.write_text(child.output())
     return code
-
-
-def with_group(pid: int) -> None:
-    """End what a process has left behind."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from rlhf_pipeline.run.processes import collect as collectors
 from rlhf_pipeline.run.processes.rollouts import StoredRollout
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run, start
+from tests.processes import Children
 from trajectory_store import Column, RaggedArray, TrajectoryStore
 
 VOCABULARY = 13
@@ -310,12 +311,14 @@ class Clock:
         return self.now
 
 
-def in_a_fork(pipeline: Pipeline, run_dir: Path, on_event: EventHandler = ignore_events) -> int:
-    """Begin a run, or go on with it, in a process of its own; return its wait status."""
-    child = os.fork()
-    if not child:
-        try:
-            run(pipeline, run_dir=run_dir, resume=run_dir.exists(), on_event=on_event)
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1]
+def count_kills(children: Children, pipeline: Pipeline, run_dir: Path, on_event: EventHandler = ignore_events) -> int:
+    """Begin a run, or resume it, in a process after the other until one is not killed; return how many were."""
+
+    def go_on() -> None:
+        run(pipeline, run_dir=run_dir, resume=run_dir.exists(), on_event=on_event)
+
+    kills = 0
+    while (code := children.fork(go_on).wait()) == -signal.SIGKILL:
+        kills += 1
+    assert code == 0
+    return kills

@@ -20,7 +20,7 @@ from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import changed, in_a_fork, tiny, weights
+from tests.rlhf_pipeline.small import changed, count_kills, tiny, weights
 from trajectory_store import TrajectoryStore
 
 PROMPTS = ["10=", "20=", "11=", "21=", "22=", "23=", "24=", "25=", "12=", "26=", "13=", "27="]
@@ -81,7 +81,7 @@ def test_weights_follow_the_success_of_the_interval_before(tmp_path):
 
 @pytest.mark.crash
 @pytest.mark.timeout(300)
-def test_kills_change_nothing(tmp_path):
+def test_kills_change_nothing(tmp_path, children):
     """Killed by its reward, also as an interval begins: prompts, rows and weights are the straight run's."""
     calls = tmp_path / "calls"
 
@@ -93,11 +93,8 @@ def test_kills_change_nothing(tmp_path):
         return half(prompts, completions)
 
     run(followed(), run_dir=tmp_path / "straight")
-    kills = 0
     pipeline = followed(deadly, collect__reward_concurrency="1")
-    while os.WIFSIGNALED(in_a_fork(pipeline, tmp_path / "killed")):
-        kills += 1
-    assert kills == 5
+    assert count_kills(children, pipeline, tmp_path / "killed") == 5
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "straight")
     assert weights(tmp_path / "killed") == weights(tmp_path / "straight")
     assert [row["source_weights"] for row in rows_by_step(tmp_path / "killed", "ledger.jsonl")] == WEIGHTS

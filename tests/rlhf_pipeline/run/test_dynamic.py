@@ -27,7 +27,7 @@ from rlhf_pipeline.run.events import Event, EventHandler, Notice, RolloutDone, R
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from rlhf_pipeline.user_code.arguments import bind
-from tests.rlhf_pipeline.small import changed, collect, in_a_fork, learn, tiny, weights
+from tests.rlhf_pipeline.small import changed, collect, count_kills, learn, tiny, weights
 from trajectory_store import TrajectoryStore
 
 WITH_SPREAD = (0, 1, 9, 10, 11, 14, 19, 20)
@@ -188,7 +188,7 @@ def killed_once(run_dir: Path) -> EventHandler:
 
 @pytest.mark.crash
 @pytest.mark.timeout(300)
-def test_kills_in_any_round_change_nothing(tmp_path):
+def test_kills_in_any_round_change_nothing(tmp_path, children):
     """Killed by a reward in first and later rounds, and once between commit and step: rows, weights and figures."""
     calls = tmp_path / "calls"
 
@@ -201,11 +201,8 @@ def test_kills_in_any_round_change_nothing(tmp_path):
 
     pipeline = dynamic(collect__reward_concurrency="1", write__kl_coef="0.1", write__kl_target="0.02")
     run(pipeline, run_dir=tmp_path / "straight")
-    kills = 0
     killed, again = tmp_path / "killed", dataclasses.replace(pipeline, reward=deadly)
-    while os.WIFSIGNALED(in_a_fork(again, killed, killed_once(killed))):
-        kills += 1
-    assert kills == 7
+    assert count_kills(children, again, killed, killed_once(killed)) == 7
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "straight")
     assert prompts_of(tmp_path / "killed") == KEPT
     assert weights(tmp_path / "killed") == weights(tmp_path / "straight")

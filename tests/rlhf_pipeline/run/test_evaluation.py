@@ -26,7 +26,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.recorded_code import describe_code
 from rlhf_pipeline.run.run import Run
 from rlhf_pipeline.run.start import run
-from tests.rlhf_pipeline.small import changed, in_a_fork, make_store, offline, tiny, weights
+from tests.rlhf_pipeline.small import changed, count_kills, make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore
 
 HELD_OUT = Evaluate(prompts=CopyDigits(num_digits=3), every=2, num_prompts=5, group_size=4, success_at=0.5)
@@ -173,7 +173,7 @@ def test_a_held_out_prompt_that_is_too_long_is_refused_before_anything_is_sample
 
 @pytest.mark.crash
 @pytest.mark.timeout(300)
-def test_kills_during_rollouts_and_evaluations_change_nothing(tmp_path):
+def test_kills_during_rollouts_and_evaluations_change_nothing(tmp_path, children):
     """Killed ten times by a reward: the rows, figures and weights of two weighted rewards are the straight run's."""
     calls = tmp_path / "calls"
 
@@ -193,10 +193,7 @@ def test_kills_during_rollouts_and_evaluations_change_nothing(tmp_path):
         return dataclasses.replace(pipeline, reward=rewards)
 
     run(of(gentle), run_dir=tmp_path / "straight")
-    kills = 0
-    while os.WIFSIGNALED(in_a_fork(of(deadly), tmp_path / "killed")):
-        kills += 1
-    assert kills == 10
+    assert count_kills(children, of(deadly), tmp_path / "killed") == 10
     assert weights(tmp_path / "killed") == weights(tmp_path / "straight")
     assert figures_of(tmp_path / "killed") == figures_of(tmp_path / "straight")
     killed, straight = rows_of(of(deadly), tmp_path / "killed"), rows_of(of(gentle), tmp_path / "straight")
