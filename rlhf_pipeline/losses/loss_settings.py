@@ -168,9 +168,12 @@ def changed(settings: LossSettings, keywords: Mapping[str, Any]) -> LossSettings
         fields |= clip_settings(clip, fields.get("objective", settings.objective))
     level = fields.pop("icepop_level", "token")
     for name, bounds in _PAIRS.items():
-        if isinstance(fields.get(name), tuple | list):
-            fields |= dict(zip(bounds, fields.pop(name), strict=True))
-            fields |= {"icepop": level} if name == "icepop" else {}
+        pair = fields.get(name)
+        if isinstance(pair, tuple | list) and len(pair) == 2:
+            del fields[name]
+            fields |= dict(zip(bounds, pair, strict=True)) | ({"icepop": level} if name == "icepop" else {})
+        elif name in fields and name not in _NAMES:
+            raise DefinitionError(f"{name} is {pair!r}; it must be a pair of numbers.")
     mode = fields.get("aggregation")
     if mode == "none":
         fields |= {"aggregation": settings.aggregation, "reduction": "none"}

@@ -133,6 +133,8 @@ def test_temperature_of_the_policy_is_used(tiny):
         ({"head": "fused", "reduction": "none"}, "need all log-probs first"),
         ({"samples_mc_entropy": 0}, "at least 1"),
         ({"clip_epsilon": 1.5}, "clip_epsilon"),
+        ({"sapo_tau": 1.0}, "sapo_tau is 1.0; it must be a pair"),
+        ({"icepop": (0.5, 2.0, 3.0), "decoupled": True}, "one of token, sequence, product"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(tiny, options, message):
