@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,18 @@ def test_the_packages_have_the_versions_of_their_distributions():
     """`__version__` of both."""
     for package, file in zip((rlhf_pipeline, trajectory_store), FILES, strict=False):
         assert f'\nversion = "{package.__version__}"\n' in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_the_stores_sdist_has_what_its_tests_import():
+    """The tests of the store are beside those of the pipeline: its distribution lists the helpers one by one."""
+    build = tomllib.loads((ROOT / "storage" / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    included = [ROOT / "storage" / file for file in build["targets"]["sdist"]["force-include"]]
+    files = [file for path in included for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    assert len(files) > 50
+    imported = {
+        ROOT / f"{name.replace('.', '/')}.py"
+        for file in files
+        for name in re.findall(r"^\s*from (tests\.[\w.]+) import", file.read_text(encoding="utf-8"), flags=re.M)
+    }
+    assert imported
+    assert imported - {file.resolve() for file in files} == set()

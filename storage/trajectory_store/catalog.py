@@ -583,7 +583,9 @@ class Catalog:
         """
         report = VerifyReport(path, problems=list(self.problems))
         rows = [segment for segment in self.row_segments() if ids is None or _may_hold(segment, ids)]
-        self.medium.check_segments((*rows, *self.updates.values()), report)
+        for segment in (*rows, *self.updates.values()):
+            self.medium.check_segments([segment], report)
+            segment.release()  # the files of one segment at a time are open
         if ids is not None:
             return report
         for problem in (*self.journal.missing(), *self.medium.check_root(self.root)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import trajectory_store
 from tests.moments import at_call
 from trajectory_store import Column, CorruptionError, Schema, TrajectoryStore, columns
+from trajectory_store.catalog_log import Journal
 from trajectory_store.file_access import PreadBytes, choose, file_system
 
 MOUNTS = """\
@@ -115,6 +117,23 @@ def test_more_maps_than_open_files_are_allowed(tmp_path, hard, io):
         check=False,
     )
     assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files of this process")
+def test_verify_holds_the_files_of_one_segment(tmp_path, monkeypatch):
+    """Of segments that are still written, whose files are not loaded, too: 8 writers have 8 of them."""
+    schema, held = Schema([Column(f"c{i}", "int64") for i in range(10)]), []
+    TrajectoryStore.create(tmp_path / "s", schema).close()
+    missing = Journal.missing
+    monkeypatch.setattr(Journal, "missing", lambda self: held.append(len(os.listdir("/proc/self/fd"))) or missing(self))
+    with contextlib.ExitStack() as stack:
+        for i in range(8):
+            writer = stack.enter_context(TrajectoryStore.open(tmp_path / "s", "a"))
+            writer.append({f"c{k}": [i] for k in range(10)})
+        reader = stack.enter_context(TrajectoryStore.open(tmp_path / "s", io="pread"))
+        before = len(os.listdir("/proc/self/fd"))
+        assert reader.verify().ok
+    assert held[-1] - before < 3 * 8  # the log and the mark of each
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
