@@ -239,7 +239,11 @@ def lists_settings(
 
     def with_signature(constructor: Constructor) -> Constructor:
         signature = inspect.signature(constructor)
-        listed = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        listed = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         keywords = {item.name: item.default for item in settings_of(kind)} | dict(defaults or {})
         listed += [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)

@@ -115,10 +115,10 @@ def _declared(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     from rlhf_pipeline.settings import paths_of, settings_of
 
     for item in settings_of(type(config)):
-        value = getattr(config, item.name)
+        declared = getattr(config, item.name)
         yield f"{prefix}{item.name}", item
-        if dataclasses.is_dataclass(value):
-            yield from _declared(value, f"{prefix}{item.name}.")
+        if dataclasses.is_dataclass(declared):
+            yield from _declared(declared, f"{prefix}{item.name}.")
         else:  # a group that is left out
             for group in item.groups:
                 yield from paths_of(group, f"{prefix}{item.name}.")
@@ -127,10 +127,10 @@ def _declared(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the paths and values of a definition, each group before its fields."""
     for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        yield f"{prefix}{item.name}", value
-        if dataclasses.is_dataclass(value):
-            yield from _paths_in(value, f"{prefix}{item.name}.")
+        declared = getattr(config, item.name)
+        yield f"{prefix}{item.name}", declared
+        if dataclasses.is_dataclass(declared):
+            yield from _paths_in(declared, f"{prefix}{item.name}.")
 
 
 def _table(paths: list[str], settings_by_path: dict[str, Any], pipeline: Any) -> Iterator[str]:
@@ -142,10 +142,10 @@ def _table(paths: list[str], settings_by_path: dict[str, Any], pipeline: Any) ->
         if item is not None and item.groups:
             yield textwrap.shorten(f"{path}: {meaning}", max(columns, 40), placeholder=" ...")
             continue
-        value = _value_text(values[path]) if path in values else ("" if item is None else _default(item))
+        cell = _value_text(values[path]) if path in values else ("" if item is None else _default(item))
         mark = "*" if path in values and (item is None or not _is_default(item, values[path])) else " "
         start = (
-            f" {mark}{path:<{_NAME_WIDTH}} {textwrap.shorten(value, _VALUE_WIDTH, placeholder='...'):<{_VALUE_WIDTH}} "
+            f" {mark}{path:<{_NAME_WIDTH}} {textwrap.shorten(cell, _VALUE_WIDTH, placeholder='...'):<{_VALUE_WIDTH}} "
         )
         yield (start + textwrap.shorten(meaning, max(columns - len(start), 20), placeholder=" ...")).rstrip()
     if pipeline is not None:

@@ -123,7 +123,7 @@ def _head(about: Answer, curves: Answer, step: int, of: int) -> RenderableType:
 
 
 def _reward(values: Sequence[float | None], width: int, tall: int) -> Iterator[RenderableType]:
-    finite_values = [value for value in values if value is not None]
+    finite_values = [reward for reward in values if reward is not None]
     low, high = min(finite_values, default=0.0), max(finite_values, default=1.0)
     if low >= 0 and high <= 1:
         low, high = 0.0, 1.0
@@ -138,7 +138,7 @@ def _figures(values: Answer, width: int, columns: int) -> RenderableType:
     for _ in range(columns):
         grid.add_column(ratio=1, no_wrap=True)
     for key, name in SMALL.items():
-        finite_values = [value for value in values.get(key, ()) if value is not None]
+        finite_values = [figure for figure in values.get(key, ()) if figure is not None]
         flat = len(set(finite_values)) < 2
         curve = (
             ("constant" if finite_values else "")

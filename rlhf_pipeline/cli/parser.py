@@ -284,10 +284,10 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
 
 
 def _setting(text: str) -> tuple[str, str]:
-    path, equals, value = text.partition("=")
+    path, equals, setting = text.partition("=")
     if not equals or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not KEY.PATH=VALUE. For example: --set learn.lr=3e-4")
-    return path.strip(), re.sub(r"(?<![^,])[^,]+\.py(?=:\w+(?:,|$))", _whole_path, value)
+    return path.strip(), re.sub(r"(?<![^,])[^,]+\.py(?=:\w+(?:,|$))", _whole_path, setting)
 
 
 def _whole_path(file: re.Match[str]) -> str:

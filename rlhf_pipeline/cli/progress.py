@@ -96,7 +96,7 @@ class RunView:
             took = now - self._step_at
             self._step_seconds = took if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * took
         self._step_at = now
-        self._latest.update({name: value for name, value in event.metrics.items() if value is not None})
+        self._latest.update({name: figure for name, figure in event.metrics.items() if figure is not None})
         if self._screen is not None:
             if now - self._line_at >= _SECONDS_BETWEEN_LINES:
                 self._line_at = now

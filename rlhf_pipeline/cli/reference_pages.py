@@ -35,10 +35,10 @@ def _usage(command: argparse.ArgumentParser) -> list[str]:
 
 
 def _name(action: argparse.Action) -> str:
-    value = "" if action.nargs == 0 else _cell(str(action.metavar or "|".join(map(str, action.choices or ()))))
+    metavar = "" if action.nargs == 0 else _cell(str(action.metavar or "|".join(map(str, action.choices or ()))))
     if not action.option_strings:
-        return f"`{value or action.dest}`"
-    return ", ".join(f"`{option} {value}`" if value else f"`{option}`" for option in action.option_strings)
+        return f"`{metavar or action.dest}`"
+    return ", ".join(f"`{option} {metavar}`" if metavar else f"`{option}`" for option in action.option_strings)
 
 
 def _meaning(action: argparse.Action, command: argparse.ArgumentParser) -> str:

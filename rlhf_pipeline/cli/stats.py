@@ -66,7 +66,7 @@ def lines(counts: Answer) -> Iterator[str]:
     if counts["no_reward"]:
         yield _row("no reward", f"{counts['no_reward']:,}")
     if counts["reward_quantiles"]:
-        shares = " | ".join(number(value) for value in counts["reward_quantiles"])
+        shares = " | ".join(number(quantile) for quantile in counts["reward_quantiles"])
         spread = f"mean {number(counts['reward_mean'], 3)}, deviation {number(counts['reward_std'])}"
         yield _row("reward", f"{spread}, quartiles {shares}")
     for evaluation in counts.get("evaluations", ()):

@@ -100,8 +100,8 @@ def compare_figures(left: RunFolder, right: RunFolder, *, without: Collection[st
             difference.only_left = _extended(difference.only_left, step)
         else:
             difference.num_both += 1
-            for name, value in values.items():
-                value.note(step, mine.get(name), theirs.get(name), differs=mine.get(name) != theirs.get(name))
+            for name, difference_of in values.items():
+                difference_of.note(step, mine.get(name), theirs.get(name), differs=mine.get(name) != theirs.get(name))
     difference.differences = _in_order(values.values())
     return difference
 

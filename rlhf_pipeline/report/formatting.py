@@ -93,12 +93,12 @@ def evaluation_words(figures: Mapping[str, float | int | None]) -> str:
     >>> evaluation_words({"evaluation/reward": 0.5, "evaluation/reward/acc": 1.0, "evaluation/completion_length": 9.0})
     'reward 0.50  acc 1.00  length 9.00'
     """
-    by_name = {name.removeprefix("evaluation/"): value for name, value in figures.items()}
+    by_name = {name.removeprefix("evaluation/"): figure for name, figure in figures.items()}
     low, high = by_name.get("reward_low"), by_name.get("reward_high")
     interval = f" ({number(low)} to {number(high)})" if low is not None and high is not None else ""
-    passes = [f"{name} {number(value)}" for name, value in by_name.items() if name.startswith("pass@")]
+    passes = [f"{name} {number(rate)}" for name, rate in by_name.items() if name.startswith("pass@")]
     failed = [f"{count(int(by_name['failed'] or 0), 'completion')} without a reward"] if by_name.get("failed") else []
-    named_rewards = [f"{name[7:]} {number(value)}" for name, value in by_name.items() if name.startswith("reward/")]
+    named_rewards = [f"{name[7:]} {number(reward)}" for name, reward in by_name.items() if name.startswith("reward/")]
     parts = [f"reward {number(by_name['reward'])}{interval}", *passes, *named_rewards]
     parts.append(f"length {number(by_name['completion_length'])}")
     return "  ".join([*parts, *failed])

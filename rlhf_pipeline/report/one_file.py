@@ -220,7 +220,7 @@ def _shortened(item: Answer) -> Answer:
 
 
 def _rounded(values: list[Any]) -> list[Any]:
-    return [round(value, 4) if isinstance(value, float) else value for value in values]
+    return [round(figure, 4) if isinstance(figure, float) else figure for figure in values]
 
 
 def _text(name: str) -> str:

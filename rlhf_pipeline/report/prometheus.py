@@ -87,7 +87,7 @@ class _RunMetrics:
             try:
                 state, rows = status(view, now), view.metrics_rows()
                 # Some figures are in a rollout's first step only.
-                newest = {name: value for row in rows[-_ROWS:] for name, value in row.items() if value is not None}
+                newest = {name: figure for row in rows[-_ROWS:] for name, figure in row.items() if figure is not None}
             finally:
                 view.close()
         except (PipelineError, StoreError):  # a file that is being replaced: the next scrape sees it
@@ -102,12 +102,12 @@ class _RunMetrics:
             "disk_bytes": state["bytes"],
             "disk_bytes_per_hour": state["bytes_per_hour"],
         }
-        for name, value in gauges.items():
-            if value is not None:
-                yield self._gauge(_PREFIX + name, f"{name} of the run", value=float(value))
-        for name, value in newest.items():
-            if name not in ("step", "time") and isinstance(value, (int, float)):
-                yield self._gauge(f"{_PREFIX}metric_{metric_name(name)}", f"the newest {name}", value=float(value))
+        for name, figure in gauges.items():
+            if figure is not None:
+                yield self._gauge(_PREFIX + name, f"{name} of the run", value=float(figure))
+        for name, figure in newest.items():
+            if name not in ("step", "time") and isinstance(figure, (int, float)):
+                yield self._gauge(f"{_PREFIX}metric_{metric_name(name)}", f"the newest {name}", value=float(figure))
         active = self._gauge(f"{_PREFIX}alarm", "1 for each alarm", labels=["name", "severity", "process"])
         for alarm in state["alarms"]:
             active.add_metric([alarm["name"], alarm["severity"], alarm["process"] or ""], 1.0)

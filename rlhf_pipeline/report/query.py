@@ -212,7 +212,9 @@ class View:
             return self._figures_of_rows(points) if self.refresh() and not after else dict(_NO_FIGURES)
         rows = self.metrics_rows()
         some = [row for row in (rows.spread(points) if len(rows) else []) if row["step"] > after]
-        numbers = {key for row in some[:1] + some[-1:] for key, value in row.items() if isinstance(value, int | float)}
+        numbers = {
+            key for row in some[:1] + some[-1:] for key, figure in row.items() if isinstance(figure, int | float)
+        }
         selected = list(names) or sorted(numbers - {"step", "time"})
         about = {name: figure_of(name) for name in selected}
         return {
@@ -240,7 +242,7 @@ class View:
             "units": {name: [figure.unit, figure.meaning] for name, figure in about.items() if figure is not None},
             "step": sums.versions.tolist(),
             "time": [None] * len(sums.versions),
-            "values": {name: [finite(value) for value in column.tolist()] for name, column in values.items()},
+            "values": {name: [finite(figure) for figure in column.tolist()] for name, column in values.items()},
         }
 
     def changes(self) -> Answer:
@@ -261,7 +263,9 @@ class View:
         """Return the definition, flat: `{"learn.lr": 0.001, ...}`, with its graders; empty for a store alone."""
         if self.run is None:
             return {}
-        fields = {name: str(value) if isinstance(value, list) else value for name, value in self._fields().items()}
+        fields = {
+            name: str(setting) if isinstance(setting, list) else setting for name, setting in self._fields().items()
+        }
         return fields | {f"grader from step {grader['from_step']}": grader["what"] for grader in self.graders()}
 
     def graders(self) -> list[Answer]:
@@ -524,8 +528,8 @@ class View:
     def _turn_rewards(self, single: Ids) -> dict[str, list[float | None]]:
         """Return the rewards per turn of a trajectory, by name."""
         names = [name for name in sorted(self.stored.columns) if name.startswith(("turn_reward_", "turn_rewards"))]
-        by_name = {name: [finite(value) for value in self._row(name, single)] for name in names}
-        return {name: values for name, values in by_name.items() if any(value is not None for value in values)}
+        by_name = {name: [finite(reward) for reward in self._row(name, single)] for name in names}
+        return {name: values for name, values in by_name.items() if any(reward is not None for reward in values)}
 
     def members(self, group: int) -> Ids:
         """Return the members of a group."""
@@ -586,7 +590,7 @@ class View:
         (best,) = self.rows(members[[int(np.argmax(np.where(np.isnan(rewards), -np.inf, rewards)))]])
         return {
             "group": name,
-            "rewards": [finite(value) for value in rewards.tolist()],
+            "rewards": [finite(reward) for reward in rewards.tolist()],
             "reward_mean": _mean(rewards[np.isfinite(rewards)].tolist()),
             "best": self._cut(best),
         }
@@ -629,8 +633,8 @@ class View:
             "num_groups": metrics.get("num_groups") or (num_groups(self.stored, present) if len(present) else 0),
             "num_taught": None if idle is None else num - len(idle),
             "left_out": {name: count for name, count in row.get("left_out", {}).items() if count},
-            "metrics": {name: finite(value) for name, value in metrics.items() if value is not None},
-            "ledger": {name: value for name, value in row.items() if not isinstance(value, list | dict)},
+            "metrics": {name: finite(figure) for name, figure in metrics.items() if figure is not None},
+            "ledger": {name: recorded for name, recorded in row.items() if not isinstance(recorded, list | dict)},
             "checkpoint": self._checkpoint_of(step),
             "offset": offset,
             "num_groups_here": num_groups(self.stored, present) if len(present) else 0,
@@ -711,7 +715,7 @@ class View:
             ages = row.get("ages") or []
             used = len(row.get("row_ids", []))
             mean = _mean([float(age) for age in ages])
-            scalars = {name: value for name, value in row.items() if not isinstance(value, list)}
+            scalars = {name: recorded for name, recorded in row.items() if not isinstance(recorded, list)}
             grader = {"grader": sum(first <= row["step"] for first in begins)} if begins else {}
             steps.append({**scalars, **grader, "num": used, "age_mean": mean, "age_max": max(ages, default=None)})
         return steps
@@ -733,7 +737,7 @@ class View:
             "no_reward": among.count(self._lacks_reward),
             "reward_mean": finite(graded.mean()) if len(graded) else None,
             "reward_std": finite(graded.std()) if len(graded) else None,
-            "reward_quantiles": [float(value) for value in np.quantile(graded, _SHARES)] if len(graded) else None,
+            "reward_quantiles": [float(quantile) for quantile in np.quantile(graded, _SHARES)] if len(graded) else None,
         }
         del rewards, graded  # a column at a time
         episodes = among.meeting(lambda ids: stored_last_rows(stored.store, ids))
@@ -749,7 +753,7 @@ class View:
             "completion_tokens": int(tokens.sum()),
             "unknown_masks": among.count(lambda ids: ~masks_known(stored.store, ids)),
             "lengths": _histogram(tokens),
-            "length_quantiles": [float(value) for value in np.quantile(tokens, _SHARES)] if len(tokens) else None,
+            "length_quantiles": [float(quantile) for quantile in np.quantile(tokens, _SHARES)] if len(tokens) else None,
         }
         del tokens
         prompts, versions = gathered("num_prompt_tokens"), gathered("policy_version")
@@ -944,7 +948,7 @@ def _components(components: Any) -> dict[str, dict[str, float | None]]:
     if not isinstance(components, dict):
         return {}
     return {
-        str(name): {str(part): finite(value) for part, value in parts.items() if isinstance(value, int | float)}
+        str(name): {str(part): finite(figure) for part, figure in parts.items() if isinstance(figure, int | float)}
         for name, parts in components.items()
         if isinstance(parts, dict)
     }

@@ -65,9 +65,9 @@ def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     if item["answer"] is not None:
         yield from _text("answer", item["answer"])
     mine = [
-        value
-        for value, is_sampled in zip(item["log_probs"], item["mask"], strict=False)
-        if is_sampled != 0 and value is not None
+        log_prob
+        for log_prob, is_sampled in zip(item["log_probs"], item["mask"], strict=False)
+        if is_sampled != 0 and log_prob is not None
     ]
     num, unknown = item["mask"].count(1), item["mask"].count(None)
     rest = item["num_tokens"] - item["prompt_tokens"] - num - unknown
@@ -97,7 +97,7 @@ def _token_table(item: Answer, max_tokens: int | None) -> Iterator[str]:
         f" {'ref':>9} {'k1':>8}" if reference else ""
     )
     for place in places:
-        value = item["log_probs"][place] if item["log_probs"] else None
+        log_prob = item["log_probs"][place] if item["log_probs"] else None
         mine = item["mask"][place]
         origin = "policy" if mine else "prompt" if place < item["prompt_tokens"] else "reply"
         origin = "unknown" if mine is None else origin
@@ -105,12 +105,12 @@ def _token_table(item: Answer, max_tokens: int | None) -> Iterator[str]:
             version = f" {next((str(of) for at, of in reversed(spans) if mine and at <= place), ''):>7}"
         line = (
             f"  {place:>7} {item['ids'][place]:>7}  {one_line(item['pieces'][place], 16):<16} "
-            f"{origin:<7}{version} {_digits(value, 4):>9} "
-            f"{_digits(None if value is None else math.exp(value), 3):>6}"
+            f"{origin:<7}{version} {_digits(log_prob, 4):>9} "
+            f"{_digits(None if log_prob is None else math.exp(log_prob), 3):>6}"
         )
         if reference:
             ref = reference[place]
-            k1 = None if value is None or ref is None or mine == 0 else value - ref
+            k1 = None if log_prob is None or ref is None or mine == 0 else log_prob - ref
             line += f" {_digits(ref, 4):>9} {_digits(k1, 4):>8}"
         yield line
     left_out = item["num_tokens"] - len(places)

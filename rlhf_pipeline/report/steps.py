@@ -84,7 +84,7 @@ def _group(
         "num_taught": None if teaches is None else int(teaches[at].sum()),
         "prompt": prompt[:_PROMPT_CHARACTERS],
         "ids": [str(id) for id in ids[some].tolist()],
-        "rewards": [value if np.isfinite(value) else None for value in rewards[some].tolist()],
+        "rewards": [reward if np.isfinite(reward) else None for reward in rewards[some].tolist()],
         "taught": None if teaches is None else [int(teach) for teach in teaches[some]],
     }
 
