@@ -185,7 +185,8 @@ def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Conca
             if self.find_damage():
                 raise DamageFoundError(str(error)) from error
             raise
-        self.confirm()
+        if self._count_gaps() > self._gaps:  # pyright: ignore[reportPrivateUsage]
+            self.confirm()
         return values_read
 
     return wrapper
@@ -237,9 +238,7 @@ class ColumnReader:
         return count
 
     def confirm(self) -> None:
-        """Reject what was read if another read, since this one began, has found that some of its rows are damaged."""
-        if self._count_gaps() <= self._gaps:
-            return
+        """Reject what was read if its rows are among those that another read has found damaged since this one began."""
         self._gaps = self._count_gaps()
         self._catalog.note_damage()
         if self._catalog.is_left_out(self._base.ordinals, self._base.rows):
