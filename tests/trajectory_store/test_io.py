@@ -120,19 +120,18 @@ def test_more_maps_than_open_files_are_allowed(tmp_path, hard, io):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files of this process")
-def test_verify_holds_the_files_of_one_segment(tmp_path, monkeypatch):
+def test_verify_holds_the_files_of_one_segment(tmp_path):
     """Of segments that are still written, whose files are not loaded, too: 8 writers have 8 of them."""
     schema, held = Schema([Column(f"c{i}", "int64") for i in range(10)]), []
     TrajectoryStore.create(tmp_path / "s", schema).close()
-    missing = Journal.missing
-    monkeypatch.setattr(Journal, "missing", lambda self: held.append(len(os.listdir("/proc/self/fd"))) or missing(self))
     with contextlib.ExitStack() as stack:
         for i in range(8):
             writer = stack.enter_context(TrajectoryStore.open(tmp_path / "s", "a"))
             writer.append({f"c{k}": [i] for k in range(10)})
         reader = stack.enter_context(TrajectoryStore.open(tmp_path / "s", io="pread"))
         before = len(os.listdir("/proc/self/fd"))
-        assert reader.verify().ok
+        with at_call(Journal.missing, before=lambda _: held.append(len(os.listdir("/proc/self/fd")))):
+            assert reader.verify().ok
     assert held[-1] - before < 3 * 8  # the log and the mark of each
 
 
