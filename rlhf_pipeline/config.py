@@ -63,19 +63,19 @@ MaskLevel = Literal["token", "sequence", "product"]
 
 
 def _lora_rules(targets: str) -> list[tuple[bool, str]]:
-    return [(all(name.strip() for name in targets.split(",")), f"lora_targets {targets!r} names no module.")]
+    return [(all(name.strip() for name in targets.split(",")), f"lora_targets {targets!r} does not match any module.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyPolicy(Settings):
-    """A small causal language model made from scratch, with one token per character."""
+    """A small, untrained causal language model with one token per character."""
 
     alphabet: str = setting("0123456789=", help="Every character that may occur.")
     hidden_size: int = setting(64, min=1, help="Width of the model; a multiple of `num_heads`.")
     num_layers: int = setting(2, min=1, help="Layers of the model.")
     num_heads: int = setting(4, min=1, help="Attention heads of each layer.")
     chat_template: str | None = setting(
-        None, help="Of its tokenizer: a Jinja file, or its text; an environment with tools needs one."
+        None, help="The tokenizer's chat template: a Jinja file, or its text; an environment with tools needs one."
     )
     response_template: dict[str, Any] | None = setting(
         None, help="How its tool calls are read: the `response_template` of transformers' tokenizers."
@@ -96,7 +96,7 @@ class TinyPolicy(Settings):
             *_lora_rules(self.lora_targets),
             (
                 len(set(self.alphabet)) == len(self.alphabet) > 0,
-                f"alphabet {self.alphabet!r} repeats itself or is empty.",
+                f"alphabet {self.alphabet!r} is empty or repeats a character.",
             ),
             (
                 self.hidden_size % self.num_heads == 0,
@@ -110,8 +110,7 @@ class PretrainedPolicy(Settings):
     """A causal language model from a checkpoint folder, a GGUF file, or the Hugging Face hub by name."""
 
     path: str = setting(
-        help="A folder as `save_pretrained` writes it, a GGUF file, or a hub name. Only a hub name touches the "
-        "network.",
+        help="A folder written by `save_pretrained`, a GGUF file, or a hub name. Only a hub name uses the network.",
     )
     chat_template: str | None = setting(
         None, help="A chat template in place of the tokenizer's: a Jinja file, or its text."
@@ -125,7 +124,7 @@ class PretrainedPolicy(Settings):
         0,
         min=0,
         help="Rank of LoRA adapters, which are then the only trained weights; 0 trains every weight. Needs peft. "
-        "The model with its adapters off is the reference, so no second model is needed.",
+        "The model with its adapters switched off is the reference, so no second model is needed.",
     )
     lora_alpha: float = setting(32.0, above=0, help="The adapters' output is scaled by `lora_alpha / lora_rank`.")
     lora_targets: str = setting(
@@ -153,83 +152,90 @@ def _is_address(text: str) -> bool:
 class Collect(Settings):
     """How completions are sampled."""
 
-    prompts_per_rollout: int = setting(16, min=1, help="Prompts in one rollout; each gets a whole group.")
+    prompts_per_rollout: int = setting(16, min=1, help="Prompts in one rollout; each gets a complete group.")
     group_size: int = setting(16, min=1, help="Completions per prompt.")
     dynamic: int = setting(
         1,
         min=1,
-        help="Dynamic sampling (DAPO, arXiv:2503.14476): the most rounds of `prompts_per_rollout` prompts for one "
-        "rollout, which keeps the first groups whose rewards are not all equal. If there are too few after the last "
-        "round, groups without spread fill it. 1 keeps every group.",
+        help="Dynamic sampling (DAPO, arXiv:2503.14476): the maximum number of rounds of `prompts_per_rollout` "
+        "prompts for one rollout, which keeps the first groups whose rewards are not all equal. If there are "
+        "too few after the last round, groups without spread fill it. 1 keeps every group.",
     )
     dynamic_by: str | None = setting(
         None,
-        help="The reward or component, by name, that must differ within a group for `dynamic` to keep it; None is the "
-        "whole reward.",
+        help="The name of the reward or component that must differ within a group for `dynamic` to keep the group; "
+        "None is the total reward.",
     )
     max_new_tokens: int = setting(
         64,
         min=1,
-        help="The most tokens of a completion; a longer one is cut off and ends with `length`. With an environment, of "
-        "one turn.",
+        help="Maximum number of tokens of a completion; a longer completion is truncated and ends with `length`. "
+        "With an environment, the limit of one turn.",
     )
-    max_turns: int = setting(8, min=1, help="With an environment: the most turns of a conversation.")
+    max_turns: int = setting(8, min=1, help="With an environment: maximum number of turns of a conversation.")
     max_row_tokens: int | None = setting(
         None,
         min=2,
-        help="With an environment: the most tokens of prompt, turns and replies together; None is the model's context.",
+        help=(
+            "With an environment: maximum number of tokens of prompt, turns and replies together; None is the "
+            "model's context."
+        ),
     )
     step_timeout_s: float | None = setting(
         60.0,
         above=0,
-        help="With an environment: seconds after which an answer counts as failed (`timeout`); None waits for ever.",
+        help="With an environment: seconds after which a call fails (`timeout`); None waits without a limit.",
     )
     reply_after: int = setting(
         32,
         min=0,
-        help="For an environment with `async def step` or `parallel = True`: token steps between the end of a turn and "
-        "the step that takes its reply. Calls run meanwhile, and sampling waits only for a reply that is due, so which "
-        "rows share a batch depends on the data alone.",
+        help="For an environment with `async def step` or `parallel = True`: token steps between the end of a turn "
+        "and the step that takes its reply. Calls run in the meantime, and sampling waits only for a reply "
+        "that is due, so the rows that share a batch depend only on the data.",
     )
     call_threads: int = setting(
-        256, min=1, help="The most threads for rewards, environments and tools; a conversation keeps one thread."
+        256,
+        min=1,
+        help=("Maximum number of threads for rewards, environments and tools; a conversation keeps one thread."),
     )
     live_conversations: int | None = setting(
         None,
         min=1,
-        help="With an environment: the most conversations, and so environments, that exist at once. The others of a "
-        "rollout follow in parts of this size. None begins all of a rollout at once.",
+        help="With an environment: maximum number of conversations, and therefore of environments, that exist at "
+        "once. The conversations of a rollout run in parts of this size. None starts all of them at once.",
     )
     history: Literal["sampled", "rewritten"] = setting(
         "sampled",
-        help="With an environment and a chat template that rewrites earlier turns, for example drops their thinking: "
-        "`sampled` continues the row, so the policy reads its own tokens; `rewritten` shows the policy what the "
-        "template writes, and where that differs from the row, begins a new row of the episode (docs/environments.md).",
+        help="With an environment and a chat template that rewrites earlier turns, for example drops their "
+        "thinking: `sampled` continues the row, so the policy reads the tokens that it sampled; `rewritten` "
+        "gives the policy the output of the template, and begins a new row of the episode if that differs from "
+        "the row (docs/environments.md).",
     )
     max_reply_tokens: int | None = setting(
         None,
         min=1,
-        help="With an environment: the most tokens of the text of a reply; a longer one is cut there, with the mark "
-        "` [cut]`. None cuts none: a reply that a row has no room for ends the conversation.",
+        help="With an environment: maximum number of tokens in the text of a reply; a longer reply is truncated, "
+        "with the mark ` [cut]`. With None, a reply that does not fit into the row ends the conversation.",
     )
     max_call_errors: int | None = setting(
         4,
         min=1,
-        help="With tools: how many calls that cannot be made (malformed, unknown, wrong arguments) the policy is told "
-        "of; the last of them ends the conversation (`calls`). None bounds them by `max_turns` alone.",
+        help="With tools: maximum number of failed calls (malformed, unknown, wrong arguments) in a conversation. "
+        "The policy sees each error; the last one ends the conversation (`calls`). With None, only `max_turns` "
+        "limits them.",
     )
     retries: int = setting(
         0,
         min=0,
-        help="How often a reward call that failed is made again, and a conversation that the world failed (a timeout, "
-        "an error of a tool, an engine that aborted it) begun again; the failures are stored with it. Not where "
-        "`has_effects` is set.",
+        help="Maximum number of retries of a failed reward call, and of a conversation that an infrastructure "
+        "failure ended (a timeout, an error of a tool, an abort by the engine); the failures are stored with "
+        "it. Not with `has_effects`.",
     )
     alarm_failed: float = setting(
         0.1,
         min=0,
         max=1,
-        help="A rollout with a larger share of trajectories without a reward to trust is reported.",
+        help="A rollout with a larger share of trajectories without a trusted reward is reported.",
     )
     temperature: float = setting(
         1.0,
@@ -240,31 +246,35 @@ class Collect(Settings):
         0,
         min=0,
         help="Draw from the `top_k` most probable tokens; 0 for all. This, `top_p` and `min_p` need `engine=slots`; "
-        "the store then keeps, per token, the mass of the tokens that could be drawn (`support_log_mass`).",
+        "the store then has, per token, the probability mass of the tokens that could be drawn "
+        "(`support_log_mass`).",
     )
     top_p: float = setting(
-        1.0, above=0, max=1, help="Draw from the fewest most probable tokens with this probability together; 1 for all."
+        1.0,
+        above=0,
+        max=1,
+        help=("Draw from the smallest set of most probable tokens with at least this total probability; 1 for all."),
     )
     min_p: float = setting(
         0.0, min=0, max=1, help="Draw from the tokens with at least this share of the largest probability; 0 for all."
     )
     stop: tuple[str, ...] = setting(
-        (), help="Texts that end a completion, at the token that completes one of them; with any engine."
+        (), help="Strings that end a completion, at the token that completes one of them; with any engine."
     )
     keep_stop: bool = setting(
         True, help="Whether the text that the reward sees ends with the stop string; the tokens always do."
     )
     prefill: str = setting(
         "",
-        help="Text that every completion begins with, for example `<think>`, also in evaluations: the policy continues "
-        "it, rewards see it, and it is not learned. Not with an environment.",
+        help="Text at the beginning of every completion, for example `<think>`, also in evaluations: the policy "
+        "continues it, rewards see it, and it is not trained on. Not with an environment.",
     )
-    num_slots: int = setting(64, min=1, help="Completions generated in parallel.")
+    num_slots: int = setting(64, min=1, help="Number of completions generated in parallel.")
     engine: str = setting(
         "slots",
-        help="The engine that samples: `slots`, this package's own, in the process; `vllm`, also in the process (needs "
-        "the extra `vllm`); or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for how to start "
-        "each, and how reproducible a run is with it.",
+        help="The engine that samples: `slots`, built in, in the process; `vllm`, also in the process (needs the "
+        "extra `vllm`); or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for how to "
+        "start each engine and how reproducible its runs are.",
     )
     engine_memory: float = setting(
         0.5,
@@ -275,28 +285,27 @@ class Collect(Settings):
     refresh_weights_every: int = setting(
         0,
         min=0,
-        help="For a collector beside a learner: sampled tokens of each slot between two checks for newer weights, "
-        "with which sampling continues in the middle of completions; 0 loads them between rollouts only. Each "
-        "log-prob is that of the weights that sampled its token; the caches of the prompt and of earlier tokens "
-        "are recomputed with the new ones, and the store tells which weights sampled which tokens. A server at an "
-        "address checks twice a second instead.",
+        help="For a collector beside a learner: number of sampled tokens per slot between two checks for newer "
+        "weights, with which unfinished completions continue; 0 loads weights only between rollouts. Each "
+        "log-prob is computed with the weights that sampled its token; the caches of the prompt and of earlier "
+        "tokens are recomputed with the new weights, and the store records which weights sampled which tokens. "
+        "With a server, the check is made twice a second instead.",
     )
 
     reward_concurrency: int = setting(
         16,
         min=1,
-        help="Reward calls that run at the same time, beside sampling; 1 for functions that must not be called side by "
-        "side.",
+        help="Maximum number of concurrent reward calls during sampling; 1 for functions that are not re-entrant.",
     )
     reward_timeout_s: float | None = setting(
         300.0,
         above=0,
-        help="Seconds after which a reward call counts as failed (`timeout`); None waits for ever.",
+        help="Seconds after which a reward call fails (`timeout`); None waits without a limit.",
     )
     skip_special_tokens: bool = setting(
         False,
-        help="Leave special tokens such as `<think>` out of the text that rewards see and that is stored. The token "
-        "that ends a completion is never in it.",
+        help="Remove special tokens such as `<think>` from the text that rewards see and that is stored. The token "
+        "that ends a completion is never in the text.",
     )
 
     @property
@@ -316,18 +325,18 @@ class Collect(Settings):
             (is_engine, wrong),
             (
                 not self.is_truncated or self.engine == "slots",
-                f"top_k, top_p and min_p need engine=slots, and engine is {self.engine}: vLLM does not tell the mass "
-                "of the tokens that they leave, without which ratios would be wrong.",
+                f"top_k, top_p and min_p need engine=slots, and engine is {self.engine}: vLLM does not report the "
+                "probability mass of the truncated support, without which ratios would be wrong.",
             ),
             (all(self.stop), "a stop string is empty."),
             (
                 self.dynamic > 1 or self.dynamic_by is None,
-                f"dynamic_by is {self.dynamic_by!r}, and dynamic is 1, which keeps every group. Set dynamic, the most "
-                "rounds of a rollout.",
+                f"dynamic_by is {self.dynamic_by!r}, but dynamic is 1, which keeps every group. Set dynamic, the "
+                "maximum number of rounds of a rollout.",
             ),
             (
                 self.dynamic == 1 or self.group_size > 1,
-                f"dynamic is {self.dynamic}: it looks for groups whose rewards differ, and group_size is 1.",
+                f"dynamic is {self.dynamic}: it selects groups whose rewards differ, but group_size is 1.",
             ),
         ]
 
@@ -336,7 +345,8 @@ def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None)
     """Return whether a group may close early by these arguments, and the message if they contradict each other."""
     return (
         (min_group_size is None) == (group_timeout_s is None),
-        "min_group_size and group_timeout_s go together: how many are enough, and after how long.",
+        "min_group_size and group_timeout_s must be set together: the number of members that suffice, and the time "
+        "after which they do.",
     )
 
 
@@ -346,39 +356,38 @@ class WritePath(Settings):
 
     estimator: Estimator | Callable[..., Any] = setting(
         "grpo",
-        help="How a group's returns become advantages; the formulas are in `rlhf_pipeline.functional.advantage`. "
-        "`reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's `scale_rewards=batch`) "
-        "divide by the spread of the whole rollout, or of all gathered "
-        "trajectories with `replay`. `turn_grpo` gives each turn of a conversation an advantage of its own, from the "
-        "rewards of that turn and later ones. `gdpo` normalises each named reward in its group, then their weighted "
-        "sum over the rollout. Or a custom function, `EstimatorFunction` there; on a command line "
-        "`FILE.py:NAME`.",
+        help="How the returns of a group are converted to advantages; the formulas are in "
+        "`rlhf_pipeline.functional.advantage`. `reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's "
+        "`scale_rewards=batch`) divide by the spread of the whole rollout, or of all gathered trajectories "
+        "with `replay`. `turn_grpo` gives each turn of a conversation a separate advantage, from the rewards "
+        "of that turn and later turns. `gdpo` normalises each named reward in its group, then the weighted sum "
+        "over the rollout. Or a custom function, `EstimatorFunction` there; on a command line `FILE.py:NAME`.",
     )
     turn_discount: float = setting(
-        1.0, min=0, max=1, help="With `turn_grpo`: weight of the next turn's advantage in a turn's own."
+        1.0, min=0, max=1, help="With `turn_grpo`: weight of the next turn's advantage in the advantage of a turn."
     )
     episode_return: Literal["sum", "verl", "skyrl"] = setting(
         "sum",
-        help="What is ranked of an episode of several rows, which all get its advantage. `sum`: the rewards of all "
-        "rows, less the penalty of each token. `verl`: the rewards of the last row, less the penalty of its tokens. "
-        "`skyrl`: the reward of the last turn, less the penalty of its tokens. With one row and one turn all are the "
-        "same.",
+        help="The return by which an episode of several rows is ranked; all rows get its advantage. `sum`: the "
+        "rewards of all rows, minus the penalty of each token. `verl`: the rewards of the last row, minus the "
+        "penalty of its tokens. `skyrl`: the reward of the last turn, minus the penalty of its tokens. With "
+        "one row and one turn all are the same.",
     )
     kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
     kl_target: float | None = setting(
         None,
         above=0,
-        help="Mean KL per trajectory (nats) that an adaptive controller steers to; None keeps `kl_coef` constant.",
+        help="Target of an adaptive controller: the mean KL per trajectory (nats); None keeps `kl_coef` constant.",
     )
     kl_horizon: int = setting(10_000, min=1, help="Trajectories over which the adaptive controller acts.")
     zero_variance: Literal["keep", "drop", "mark"] = setting(
         "keep",
-        help="What to do with a group whose returns are all equal, with a KL penalty up to its rounding.",
+        help="What to do with a group whose returns are all equal (with a KL penalty: equal up to rounding).",
     )
     min_group_size: int | None = setting(
         None,
         min=1,
-        help="Members that suffice to close a group after `group_timeout_s`; None waits for all.",
+        help="Minimum number of members for closing a group after `group_timeout_s`; None waits for all.",
     )
     group_timeout_s: float | None = setting(
         None,
@@ -404,13 +413,13 @@ class WritePath(Settings):
             ),
             (
                 self.estimator != "turn_grpo" or self.kl_coef == 0,
-                f"kl_coef is {self.kl_coef}, a penalty in the reward of a whole trajectory, and estimator=turn_grpo "
-                "compares turns. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
+                f"kl_coef is {self.kl_coef}, a penalty in the reward of a complete trajectory, but "
+                "estimator=turn_grpo compares turns. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
             ),
             (
                 self.estimator != "gdpo" or self.kl_coef == 0,
-                f"kl_coef is {self.kl_coef}, a penalty in the sum of the rewards, and estimator=gdpo takes them one by "
-                "one. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
+                f"kl_coef is {self.kl_coef}, a penalty in the sum of the rewards, but estimator=gdpo needs the "
+                "named rewards. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
             ),
             close_policy_rule(self.min_group_size, self.group_timeout_s),
         ]
@@ -426,24 +435,25 @@ class Buffer(Settings):
     )
     durability: Literal["process", "power", "group"] = setting(
         "process",
-        help="What an acknowledged trajectory survives: `process` kill -9, `power` and `group` a power loss as well.",
+        help="What an acknowledged trajectory survives: `process` kill -9; `power` and `group` also a power loss.",
     )
     max_trajectories: int | None = setting(
         None,
         min=1,
-        help="Keep at most this many; the oldest are evicted first. None keeps all.",
+        help="Maximum number of trajectories; the oldest are evicted first. None keeps all.",
     )
     max_bytes: int | None = setting(
         None,
         min=1,
-        help="The most bytes that the run folder may take on disk: the run warns a day ahead, at its current rate, and "
-        "stops, saved, before one more step and its checkpoint would exceed them. None: all that is free.",
+        help="Maximum size of the run folder on disk, in bytes. The run warns a day ahead, at its current rate, and "
+        "saves a checkpoint and stops before one more step and its checkpoint would exceed the limit. None: "
+        "all free space.",
     )
     max_staleness: int = setting(
         0,
         min=0,
-        help="Largest age of a sampled trajectory, in optimizer steps since the oldest weights that produced it; the "
-        "steps on its own rollout are always within it.",
+        help="Maximum age of a sampled trajectory, in optimizer steps since the oldest weights that produced it; "
+        "the steps on the newest rollout are always within it.",
     )
 
 
@@ -456,20 +466,20 @@ class Sample(Settings):
 
     strategy: Strategy | Callable[..., Any] = setting(
         "fresh",
-        help="`fresh`: all trajectories that are young enough, in a run the newest rollout; with `replay`, every "
-        "one once per epoch, groups together, in a new order each time, `batch_size` in a step. The others "
-        "draw `batch_size`: `uniform` all with equal probability; `recency` by age; `priority` by the size of the "
-        "advantage and age; `group` whole groups; `success` whole groups of medium success rate; `variance` whole "
-        "groups whose rewards vary; `mix` a part from the newest rollout and the rest by age; `anchored` the whole "
-        "newest rollout in its first step, and in the others of `learn.epochs` a batch by age. See "
-        "`rlhf_pipeline.buffer.samplers`. Or a custom function, `StrategyFunction` there; on a command line "
-        "`FILE.py:NAME`.",
+        help="`fresh`: all trajectories within the age limit, which in a run is the newest rollout; with `replay`, "
+        "every trajectory once per epoch, groups together, in a new order each time, `batch_size` in a step. "
+        "The other strategies draw `batch_size` trajectories: `uniform` with equal probability; `recency` by "
+        "age; `priority` by the size of the advantage and by age; `group` complete groups; `success` complete "
+        "groups with a medium success rate; `variance` complete groups whose rewards vary; `mix` a part from "
+        "the newest rollout and the rest by age; `anchored` the complete newest rollout in its first step, and "
+        "a batch by age in the other steps of `learn.epochs`. See `rlhf_pipeline.buffer.samplers`. Or a custom "
+        "function, `StrategyFunction` there; on a command line `FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
         None,
         min=1,
-        help="Trajectories per step; None takes as many as a rollout has. For `fresh`, only with `replay`; see "
-        "`learn.minibatches`.",
+        help="Trajectories per step; None takes the number of trajectories in a rollout. For `fresh`, only with "
+        "`replay`; see `learn.minibatches`.",
     )
     tau: float | None = setting(
         None,
@@ -483,20 +493,22 @@ class Sample(Settings):
         max=1,
         help="For `mix`: the share of a batch that comes from the newest rollout.",
     )
-    max_uses: int | None = setting(None, min=1, help="Steps after which a trajectory is used up; None sets no limit.")
+    max_uses: int | None = setting(
+        None, min=1, help=("Maximum number of steps that use a trajectory; None sets no limit.")
+    )
     min_ess: float | None = setting(
         None,
         above=0,
         max=1,
-        help="Trajectories of one age get less weight if their effective sample size, as a share of their tokens, is "
-        "below this; see `rlhf_pipeline.learner.ess_guard`. Costs one more forward pass for a stale batch. None "
-        "weighs all equally.",
+        help="Trajectories of the same age get less weight if their effective sample size, as a share of their "
+        "tokens, is below this; see `rlhf_pipeline.learner.ess_guard`. Needs an additional forward pass for a "
+        "stale batch. None weights all equally.",
     )
     skip_below_ess: float = setting(
         0.1,
         min=0,
         max=1,
-        help="Trajectories of one age are left out below this share; needs `min_ess`.",
+        help="Trajectories of the same age are excluded below this share; needs `min_ess`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -504,7 +516,7 @@ class Sample(Settings):
             (self.strategy != "recency" or self.tau is not None, "strategy=recency needs tau, for example tau=8."),
             (
                 self.min_ess is None or self.skip_below_ess <= self.min_ess,
-                f"min_ess ({self.min_ess}) must lie between skip_below_ess ({self.skip_below_ess}) and 1.",
+                f"min_ess ({self.min_ess}) must be between skip_below_ess ({self.skip_below_ess}) and 1.",
             ),
         ]
 
@@ -524,7 +536,7 @@ class Replay(Settings):
     weights: tuple[float, ...] = setting(
         (),
         above=0,
-        help="How much of each batch comes from each store; without weights, all stores are drawn from as one.",
+        help="The share of each store in a batch; without weights, all stores are treated as one.",
     )
     filters: tuple[str, ...] = setting(
         (),
@@ -534,12 +546,12 @@ class Replay(Settings):
     epochs: float | None = setting(
         None,
         above=0,
-        help="Stop when the steps have used `epochs` times as many trajectories as were gathered; with None only "
-        "`learn.steps` counts.",
+        help="Stop when the steps have used `epochs` times the number of gathered trajectories; with None, only "
+        "`learn.steps` limits the run.",
     )
     skip_damaged: bool = setting(
         False,
-        help="Leave out, and count, trajectories that do not match their checksums; otherwise they are refused.",
+        help="Skip and count trajectories that do not match their checksums; otherwise the replay is rejected.",
     )
     recorded_order: bool = setting(
         False,
@@ -551,60 +563,72 @@ class Replay(Settings):
         return [
             (
                 not self.weights or not self.stores or len(self.weights) == len(self.stores),
-                f"{len(self.weights)} weights for {len(self.stores)} stores. Give each store one, or give none.",
+                f"{len(self.weights)} weights for {len(self.stores)} stores. Give one weight per store, or none.",
             ),
             (
                 not self.recorded_order or (len(self.stores) <= 1 and self.epochs is None),
-                "recorded_order goes with one store and without epochs.",
+                "recorded_order needs exactly one store and no epochs.",
             ),
         ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate(Settings):
-    """Evaluation on prompts that are never learned from, by the reward of the definition."""
+    """Evaluation with the reward of the definition on prompts that are never trained on."""
 
-    prompts: PromptSource = setting(factory=NoPrompts, help="The source of these prompts.")
+    prompts: PromptSource = setting(factory=NoPrompts, help="The source of the evaluation prompts.")
     every: int = setting(10, min=1, help="Optimizer steps between two evaluations.")
-    num_prompts: int = setting(64, min=1, help="The first prompts of the source, in one fixed order; or all it has.")
-    group_size: int = setting(1, min=1, help="Completions per prompt; pass@k needs k of them.")
-    temperature: float = setting(1.0, min=0, help="Sampling temperature; 0 takes the most probable token.")
+    num_prompts: int = setting(
+        64,
+        min=1,
+        help=("Number of prompts: the first prompts of the source in a fixed order, or all if there are fewer."),
+    )
+    group_size: int = setting(1, min=1, help="Completions per prompt; pass@k needs at least k completions.")
+    temperature: float = setting(
+        1.0, min=0, help=("Sampling temperature; sampling temperature; 0 selects the most probable token.")
+    )
     top_k: int | None = setting(
-        None, min=0, help="Draw from the `top_k` most probable tokens; 0 for all, None takes `collect.top_k`."
+        None, min=0, help="Draw from the `top_k` most probable tokens; 0 for all, None uses `collect.top_k`."
     )
     top_p: float | None = setting(
         None,
         above=0,
         max=1,
-        help="Draw from the fewest most probable tokens with this probability together; None takes `collect.top_p`.",
+        help=(
+            "Draw from the smallest set of most probable tokens with at least this total probability; None uses "
+            "`collect.top_p`."
+        ),
     )
     min_p: float | None = setting(
         None,
         min=0,
         max=1,
-        help="Draw from the tokens with at least this share of the largest probability; None takes `collect.min_p`.",
+        help="Draw from the tokens with at least this share of the largest probability; None uses `collect.min_p`.",
     )
     max_new_tokens: int | None = setting(
-        None, min=1, help="The most tokens of a completion; None takes `collect.max_new_tokens`."
+        None, min=1, help="Maximum number of tokens of a completion; None uses `collect.max_new_tokens`."
     )
     success: str | None = setting(
         None,
-        help="The reward or component, by name, that says whether a completion is right; None takes the whole reward.",
+        help=(
+            "The name of the reward or component that determines whether a completion is right; None uses the total "
+            "reward."
+        ),
     )
     success_at: float = setting(
-        1.0, help="The value of `success` from which on a completion counts as right in pass@k."
+        1.0, help="The minimum value of `success` for a completion that counts as right in pass@k."
     )
     best: str | None = setting(
         None,
-        help="The figure by which the best weights are chosen: `reward`, `pass@K` for any K up to `group_size`, or the "
-        "name of a reward or component. None is `reward`, the mean. Of several sets the one that names it decides, "
-        "otherwise the first.",
+        help="The figure that selects the best weights: `reward`, `pass@K` for any K up to `group_size`, or the "
+        "name of a reward or component. None is `reward`, the mean. With several sets, the set with `best` "
+        "decides, otherwise the first set.",
     )
-    at_start: bool = setting(True, help="Whether to evaluate the weights that the run begins with.")
+    at_start: bool = setting(True, help="Whether to evaluate the initial weights of the run.")
     keep_best: bool = setting(
         True,
-        help="Save a checkpoint of the best evaluated weights, and keep it beside the newest ones: those with the "
-        "highest figure `best`, of equal ones the earliest.",
+        help="Save a checkpoint of the best evaluated weights and keep it in addition to the newest checkpoints. "
+        "The best weights have the highest figure `best`; if several are equal, the earliest.",
     )
 
     def sampling(self, collect: Collect) -> Collect:
@@ -620,7 +644,7 @@ class Evaluate(Settings):
         return [
             (
                 k is None or 1 <= k <= self.group_size,
-                f"best is {self.best!r}, and a group has {self.group_size} completions: pass@k needs 1 to "
+                f"best is {self.best!r}, but a group has {self.group_size} completions: pass@k needs 1 to "
                 f"{self.group_size} of them. Set group_size={k}, or best='pass@{self.group_size}'.",
             ),
         ]
@@ -657,28 +681,28 @@ class DPPO(Settings):
 
     divergence: Literal["tv", "kl"] = setting(
         "tv",
-        help="The divergence of policy and sampler on the two outcomes {sampled token, any other}: total variation, "
-        "or the KL divergence from the sampler to the policy.",
+        help="The divergence of policy and sampler over the two outcomes {sampled token, any other token}: total "
+        "variation, or the KL divergence from the sampler to the policy.",
     )
     low: float | None = setting(
         None,
         above=0,
-        help="The largest divergence of a token that has become less likely than at sampling. None is 0.2 for `tv` "
-        "and 0.05 for `kl`.",
+        help="Maximum divergence of a token that has become less likely since sampling. None is 0.2 for `tv` and "
+        "0.05 for `kl`.",
     )
     high: float | None = setting(
-        None, above=0, help="The same for a token that has become more likely. None is as for `low`."
+        None, above=0, help="The same for a token that has become more likely. None has the same meaning as for `low`."
     )
     mask: Literal["harmful", "both"] = setting(
         "harmful",
-        help="Outside the region, a token loses its policy loss if its gradient leads further away (`harmful`, the "
-        "paper's), or whatever the sign of its advantage (`both`).",
+        help="Outside the region, a token has no policy loss if its gradient would increase the divergence "
+        "(`harmful`, as in the paper), or regardless of the sign of its advantage (`both`).",
     )
     ratio_cap: float | None = setting(
         20.0,
         min=1,
-        help="Upper bound of the ratio of policy to sampler, which weighs a token's gradient; 20 in verl. None, as in "
-        "the paper, sets no bound.",
+        help="Upper bound of the ratio of policy to sampler, which weights a token's gradient; 20 in verl. None, as "
+        "in the paper, sets no bound.",
     )
 
     @property
@@ -711,19 +735,19 @@ class GRPO(Settings):
 
     objective: Objective | Callable[..., Any] = setting(
         "grpo",
-        help="PPO's clip on token ratios, CISPO's clipped weight, PPO's clip on sequence ratios (clip at about 3e-4), "
-        "SAPO's smooth gate without a clip, the geometric mean of clipped ratios (GMPO, with "
-        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm), a mask where "
-        "policy and sampler diverge (`dppo`, see `dppo`), or a smooth weight of a completion's importance weight "
-        "(`vespo`, see `vespo`). Or a custom "
-        "function, `ObjectiveFunction` in `rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
+        help="PPO's clip on token ratios, CISPO's clipped weight, PPO's clip on sequence ratios (clip at about "
+        "3e-4), SAPO's smooth gate without a clip, the geometric mean of clipped ratios (GMPO, with "
+        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm), a mask "
+        "where policy and sampler diverge (`dppo`, see `dppo`), or a smooth function of a completion's "
+        "importance weight (`vespo`, see `vespo`). Or a custom function, `ObjectiveFunction` in "
+        "`rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
         None,
         above=0,
         below=1,
-        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None is 0.2, and for `cispo`, as in its "
-        "paper, no lower clip.",
+        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None is 0.2; for `cispo` it is no "
+        "lower clip, as in its paper.",
     )
     clip_high: float = setting(0.2, above=0, help="The ratio of policy to sampler is clipped above `1 + clip_high`.")
     aggregation: Aggregation = setting(
@@ -735,70 +759,73 @@ class GRPO(Settings):
     dppo: DPPO = setting(factory=DPPO, help="The trust region of `objective=dppo`.")
     vespo: VESPO = setting(factory=VESPO, help="The weight of `objective=vespo`.")
     entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy, which is added to the objective.")
-    kl_to_ref_coeff: float = setting(0.0, min=0, help="Weight of a KL term in the loss, besides the one in the reward.")
+    kl_to_ref_coeff: float = setting(
+        0.0, min=0, help=("Weight of a KL term in the loss, in addition to the KL term in the reward.")
+    )
     kl_estimator: KLEstimator = setting(
         "k3+",
-        help="Estimator of that term: `k3+` has the value of k3 and the gradient of k2, which is right on-policy.",
+        help="Estimator of that term: `k3+` has the value of k3 and the gradient of k2, which is correct on-policy.",
     )
     kl_importance_weight: bool = setting(
         False,
-        help="Weight that term by policy over sampler, for stale trajectories.",
+        help="Weight that term by the ratio of policy to sampler, for stale trajectories.",
     )
     dual_clip: float | None = setting(
         None,
         above=1,
-        help="Above 1: if the advantage A is negative, the loss is at most `-dual_clip * A`. 3 in the paper.",
+        help="If the advantage A is negative, the loss is at most `-dual_clip * A`. The paper uses 3.",
     )
     delta: float | None = setting(None, above=1, help="Upper bound of the ratio where it is not clipped.")
     tis_cap: float | None = setting(
         None,
         above=0,
         help="Truncated importance sampling: weight the policy loss by `min(exp(trainer - sampler log-prob), "
-        "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses it, and kept "
-        "for later steps as the clip's reference; one more forward pass per trajectory.",
+        "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses it, "
+        "and retained for later steps as the clip's reference; this needs an additional forward pass per "
+        "trajectory.",
     )
     tis_level: Level = setting(
         "token",
-        help="For `tis_cap`: one weight per token, or one per completion, the product over its tokens.",
+        help="For `tis_cap`: one weight per token, or one weight per completion, which is the product over its tokens.",
     )
     tis_floor: float | None = setting(None, min=0, help="Lower bound of the weight of `tis_cap`.")
     icepop: MaskLevel | None = setting(
         None,
-        help="Weight tokens, or whole completions, in the policy loss by `exp(trainer - sampler log-prob)` if that is "
-        "between `icepop_low` and `icepop_high`, else by 0. For a completion it is the geometric mean over its tokens "
-        "(`sequence`) or their product. With `tis_cap`, the weight inside the bounds is that of `tis_cap`.",
+        help="Weight tokens, or complete completions, in the policy loss by `exp(trainer - sampler log-prob)` if "
+        "that is between `icepop_low` and `icepop_high`, otherwise by 0. For a completion it is the geometric "
+        "mean over its tokens (`sequence`) or their product (`product`). With `tis_cap`, the weight inside the "
+        "bounds is that of `tis_cap`.",
     )
     icepop_low: float = setting(0.5, min=0, help="See `icepop`.")
     icepop_high: float = setting(5.0, above=0, help="See `icepop`.")
     off_policy_threshold: float | None = setting(
         None,
         above=0,
-        help="Leave completions of negative advantage out of the policy loss if the mean of `sampler - current "
-        "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed once more.",
+        help="Exclude completions with a negative advantage from the policy loss if the mean of `sampler - current "
+        "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed a second "
+        "time.",
     )
     top_entropy_quantile: float = setting(
         1.0,
         above=0,
         max=1,
-        help="The share of a step's tokens, those of highest entropy, that have a policy loss; 0.2 in "
-        "arXiv:2506.01939. The others still count where losses are averaged, as in TRL. One more forward pass; in one "
-        "process only.",
+        help="The share of a step's tokens, with the highest entropy, that have a policy loss; 0.2 in "
+        "arXiv:2506.01939. The other tokens still count in averages, as in TRL. Needs an additional forward "
+        "pass, and a single process.",
     )
     clip_cov: float | None = setting(
         None,
         above=0,
         max=1,
-        help="The share of a step's tokens, at least one, that lose their policy loss, drawn from those whose "
-        "covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`; 0.0002 in "
-        "arXiv:2505.22617. The others keep their weight, as in verl. For `grpo`; one more forward pass; in one "
-        "process only.",
+        help="The share of a step's tokens, at least one, that have no policy loss. They are drawn from the tokens "
+        "whose covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`; 0.0002 in "
+        "arXiv:2505.22617. The other tokens keep their weight, as in verl. For `grpo`. Needs an additional "
+        "forward pass, and a single process.",
     )
     clip_cov_low: float = setting(1.0, help="See `clip_cov`.")
     clip_cov_high: float = setting(5.0, help="See `clip_cov`.")
-    sapo_tau_positive: float = setting(
-        1.0, above=0, help="For `sapo`: how fast the gate fades where the advantage > 0."
-    )
-    sapo_tau_negative: float = setting(1.05, above=0, help="The same where it is not.")
+    sapo_tau_positive: float = setting(1.0, above=0, help="For `sapo`: steepness of the gate for a positive advantage.")
+    sapo_tau_negative: float = setting(1.05, above=0, help="The same for other advantages.")
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:
@@ -830,13 +857,13 @@ class GRPO(Settings):
             ),
             (
                 not bounded or callable(self.objective) or self.objective in ("grpo", "gspo"),
-                f"{self.objective} has no min that dual_clip or delta could bound: they belong to PPO's clip, which "
-                f"{self.objective} does not have.",
+                f"{self.objective} has no minimum that dual_clip or delta could bound: they belong to PPO's clip, "
+                f"which {self.objective} does not use.",
             ),
             (
                 not self.corrects_the_sampler or self.objective not in ("dppo", "vespo"),
-                f"{self.objective} compares the policy with the sampler itself, so tis_cap and icepop would correct a "
-                "second time. Set both to none.",
+                f"{self.objective} already compares the policy with the sampler, so tis_cap and icepop would "
+                "correct a second time. Set both to none.",
             ),
             (
                 self.tis_floor is None or (self.tis_cap is not None and self.tis_floor < self.tis_cap),
@@ -844,11 +871,11 @@ class GRPO(Settings):
             ),
             (
                 self.icepop_low < self.icepop_high,
-                f"icepop_low is {self.icepop_low}; it must lie between 0 and icepop_high, {self.icepop_high}.",
+                f"icepop_low is {self.icepop_low}; it must be between 0 and icepop_high, {self.icepop_high}.",
             ),
             (
                 self.clip_cov is None or self.objective == "grpo",
-                f"clip_cov goes with objective=grpo, and the objective is {self.objective}.",
+                f"clip_cov needs objective=grpo, but the objective is {self.objective}.",
             ),
             (
                 self.clip_cov_low < self.clip_cov_high,
@@ -861,24 +888,24 @@ class GRPO(Settings):
 class Learn(Settings):
     """The optimizer and the loop."""
 
-    steps: int = setting(100, min=1, help="The most optimizer steps.")
+    steps: int = setting(100, min=1, help="Maximum number of optimizer steps.")
     epochs: int = setting(
         1,
         min=1,
-        help="Passes over each rollout before the next one is collected: optimizer steps, each on all of it unless "
-        "`minibatches` or `sample` says otherwise.",
+        help="Passes over each rollout before the next one is collected. A pass is one optimizer step on the "
+        "complete rollout unless `minibatches` or `sample` changes this.",
     )
     minibatches: int = setting(
         1,
         min=1,
-        help="Parts into which each pass cuts a rollout at random, an optimizer step on each: every trajectory is in "
-        "one of them. For `sample.strategy=fresh`; with `replay`, without `sample.batch_size`, a step takes as many as "
-        "a part has.",
+        help="Number of random, disjoint parts into which each pass divides a rollout, with one optimizer step per "
+        "part. For `sample.strategy=fresh`; with `replay` and no `sample.batch_size`, a step takes the number "
+        "of trajectories in a part.",
     )
     episode_weight: Literal["one", "rows"] = setting(
         "one",
-        help="Whether an episode of several rows counts as one trajectory in the loss, or as one per row, as in verl "
-        "and SkyRL; see `token_weights` in `rlhf_pipeline.functional.aggregation`.",
+        help="Whether an episode of several rows counts as one trajectory in the loss (`one`), or each row counts "
+        "as one, as in verl and SkyRL (`rows`); see `token_weights` in `rlhf_pipeline.functional.aggregation`.",
     )
     lr: float = setting(1e-3, above=0, help="Learning rate of AdamW.")
     warmup_steps: int = setting(0, min=0, help="Optimizer steps in which the learning rate rises from 0.")
@@ -886,20 +913,19 @@ class Learn(Settings):
         0.0,
         min=0,
         below=1,
-        help="The same as a share of the steps before the rate is at its end (`lr_decay_steps`, else `steps`), rounded "
-        "up; not both.",
+        help="The same as a share of the steps until the end of the schedule (`lr_decay_steps`, otherwise `steps`), "
+        "rounded up; set only one of the two.",
     )
-    min_lr: float = setting(0.0, min=0, help="The learning rate at which a falling one ends.")
+    min_lr: float = setting(0.0, min=0, help="The final value of a decreasing learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
-        help="The learning rate after the warm-up: constant, or falling towards `min_lr` along a line or a half "
-        "cosine.",
+        help="The learning rate after the warm-up: constant, or decreasing to `min_lr` along a line or a half cosine.",
     )
     lr_decay_steps: int | None = setting(
         None,
         min=1,
-        help="Optimizer step at which a falling learning rate reaches its end; None is the one after `steps`. Set it "
-        "if the run may be extended later, so that earlier steps keep their rate.",
+        help="Optimizer step at which a decreasing learning rate reaches its final value; None is the step after "
+        "`steps`. Set it if the run may be extended later, so that the rate of earlier steps does not change.",
     )
     weight_decay: float = setting(
         0.0,
@@ -916,11 +942,11 @@ class Learn(Settings):
     )
     offload_optimizer: bool = setting(
         False,
-        help="Keep master weights and moments in host memory, and take the step there.",
+        help="Keep master weights and moments in host memory, and run the optimizer step there.",
     )
     activation_checkpointing: bool = setting(
         False,
-        help="Recompute each layer in the backward pass: less memory for a third more work.",
+        help="Recompute each layer in the backward pass: saves memory for a third more computation.",
     )
     reference_every: int = setting(
         0,
@@ -937,31 +963,34 @@ class Learn(Settings):
     token_budget: int = setting(
         16_384,
         min=1,
-        help="Padded tokens in one forward pass; a step takes as many passes as it needs.",
+        help="Maximum number of padded tokens in one forward pass; a step runs as many passes as it needs.",
     )
     layout: Literal["auto", "padded", "packed", "prefix_shared"] = setting(
         "auto",
         help="How trajectories share a forward pass: rows of similar length padded to the longest; packed end to "
-        "end without padding; or packed with the prompt of a group computed once. `auto` takes the last if it costs "
-        "less and the model allows it, and pads otherwise.",
+        "end without padding; or packed with the prompt of a group computed once. `auto` uses the last option "
+        "if it costs less and the model allows it, and pads otherwise.",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
-        help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a step, with the same numbers "
-        "up to rounding; sampling stays eager. `auto` does so on CUDA, and runs modules that fail a check eagerly.",
+        help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a step, with the same "
+        "results up to rounding; sampling is never compiled. `auto` compiles on CUDA, and runs modules that "
+        "fail a check eagerly.",
     )
     stop_at_reward: float | None = setting(
         None,
-        help="Stop when the mean task reward of `stop_window` rollouts in a row reaches this.",
+        help="Stop when the mean task reward of `stop_window` consecutive rollouts reaches this.",
     )
-    stop_window: int = setting(3, min=1, help="Rollouts in a row whose mean reward must reach `stop_at_reward`.")
+    stop_window: int = setting(
+        3, min=1, help=("Number of consecutive rollouts whose mean reward must reach `stop_at_reward`.")
+    )
     checkpoint_every: int = setting(10, min=1, help="Optimizer steps between two checkpoints.")
-    keep_checkpoints: int = setting(2, min=1, help="How many checkpoints to keep; older ones are removed.")
+    keep_checkpoints: int = setting(2, min=1, help="Number of checkpoints to keep; older checkpoints are removed.")
     peak_flops: float | None = setting(
         None,
         above=0,
-        help="The device's peak floating-point operations per second, for the metric `mfu`. None takes the data sheet "
-        "of a known GPU; on a CPU the metric is then left out.",
+        help="The device's peak floating-point operations per second, for the metric `mfu`. None uses the data "
+        "sheet of a known GPU; on a CPU the metric is then omitted.",
     )
     metrics: tuple[Callable[..., Any], ...] = setting(
         (),
@@ -971,19 +1000,20 @@ class Learn(Settings):
     keep_token_figures: bool = setting(
         False,
         help="Store the policy's log-prob and entropy of each token when a step uses it, so that `view` shows ratio "
-        "and entropy; the newest use wins. One more forward pass a step, and 8 bytes a token.",
+        "and entropy; a later step replaces the values. Needs an additional forward pass per step, and 8 bytes "
+        "per token.",
     )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,
         help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",
     )
-    logger_project: str | None = setting(None, help="The project of W&B or Trackio; None for their default.")
-    logger_name: str | None = setting(None, help="The run's name there; None for that of its folder.")
-    logger_tags: tuple[str, ...] = setting((), help="The run's tags at W&B.")
+    logger_project: str | None = setting(None, help="The project in W&B or Trackio; None for the default.")
+    logger_name: str | None = setting(None, help="The name of the run in the logger; None for the name of its folder.")
+    logger_tags: tuple[str, ...] = setting((), help="The tags of the run in W&B.")
     logger_samples: int = setting(
         0,
         min=0,
-        help="Trajectories of each step in a table at W&B: prompt, completion, reward and advantage.",
+        help="Number of trajectories of each step in a W&B table: prompt, completion, reward and advantage.",
     )
 
     @property
@@ -1022,24 +1052,24 @@ class Learn(Settings):
             (
                 self.lr_schedule == "constant" or (self.lr_decay_steps or self.steps + 1) > self.warmup_steps,
                 f"lr_schedule={self.lr_schedule} ends at step {self.lr_decay_steps or self.steps + 1}, within the "
-                f"{self.warmup_steps} of warmup_steps. Set lr_decay_steps above that.",
+                f"{self.warmup_steps} of warmup_steps. Set lr_decay_steps to a larger value.",
             ),
             (
                 not (self.warmup_steps and self.warmup_ratio),
-                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: the warm-up is said twice. "
-                "Set one of them to 0.",
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: the warm-up is given "
+                "twice. Set one of them to 0.",
             ),
             (
                 self.min_lr <= self.lr,
-                f"min_lr is {self.min_lr}, above lr ({self.lr}), and the rate falls from that. Set it to that at most.",
+                f"min_lr is {self.min_lr}, above lr ({self.lr}), from which the rate decreases. Set it to at most lr.",
             ),
             (
                 self.logger_project is None or self.logger in ("wandb", "trackio"),
-                f"logger_project is for logger=wandb and trackio, and the logger is {self.logger}.",
+                f"logger_project is for logger=wandb and trackio, but the logger is {self.logger}.",
             ),
             (
                 self.logger == "wandb" or not (self.logger_tags or self.logger_samples),
-                f"logger_tags and logger_samples are for logger=wandb, and the logger is {self.logger}.",
+                f"logger_tags and logger_samples are for logger=wandb, but the logger is {self.logger}.",
             ),
             (
                 self.logger_name is None or self.logger is not None,
@@ -1061,14 +1091,15 @@ class Pipeline(Settings):
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of prompts; not needed with `replay`.")
     reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
-        help="`(prompt, completion, answer, meta) -> float`, a function that asks for other arguments, or several, "
-        "each directly or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails its "
-        "trajectory, not the run. Not needed with `replay`.",
+        help="`(prompt, completion, answer, meta) -> float`, a function with other arguments, or several functions, "
+        "each directly or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails "
+        "its trajectory, not the run. Not needed with `replay`.",
     )
     environment: Callable[..., Any] | dict[str, Any] | None = setting(
         None,
-        help="What answers the policy's turns: a class with `reset` and `step`, tools, another library's, or several "
-        "by name, chosen by the column `environment` of the prompts; see docs/environments.md. None samples one turn.",
+        help="What responds to the policy's turns: a class with `reset` and `step`, tools, an environment of "
+        "another library, or several by name, selected by the column `environment` of the prompts; see "
+        "docs/environments.md. None samples one turn.",
     )
     description: str = setting("", help="One line for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
@@ -1078,7 +1109,7 @@ class Pipeline(Settings):
     sample: Sample = setting(factory=Sample, help="Which trajectories a step learns from.")
     loss: GRPO = setting(factory=GRPO, help="The loss.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the loop.")
-    replay: Replay | None = setting(None, help="Learn from stores without sampling; None collects.")
+    replay: Replay | None = setting(None, help="Learn from stores without sampling; None samples.")
     evaluate: Evaluate | dict[str, Evaluate] | None = setting(
         None,
         help="Evaluate the policy on other prompts from time to time, on one set or on several by name, "
@@ -1172,12 +1203,12 @@ class Pipeline(Settings):
             figures |= {f"evaluate.{name}.best".replace("..", "."): None if is_built_in else evaluation.best}
             figures |= {f"evaluate.{name}.success".replace("..", "."): evaluation.success}
         for field, figure in figures.items():
-            reward_list = (
-                ", ".join(self.reward_names) or "none, as there is one function; give it a name: Reward(f, name=...)"
+            reward_list = ", ".join(self.reward_names) or (
+                "none, because there is only one function; give it a name: Reward(f, name=...)"
             )
             yield (
                 figure is None or figure in self.reward_names,
-                f"{field} is {figure!r}, and the rewards are: {reward_list}.",
+                f"{field} is {figure!r}, but the rewards are: {reward_list}.",
             )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -1203,105 +1234,110 @@ class Pipeline(Settings):
             ),
             (
                 self.environment is not None or not of_environment,
-                f"Reward({of_environment[0] if of_environment else ''!r}) is an environment's reward, and there is no "
-                "environment.",
+                f"Reward({of_environment[0] if of_environment else ''!r}) is an environment's reward, but there is "
+                "no environment.",
             ),
             (
                 not undeclared,
-                f"Reward({undeclared[0] if undeclared else ''!r}) is none of the rewards that the environment "
+                f"Reward({undeclared[0] if undeclared else ''!r}) is not among the rewards that the environment "
                 f"declares: {', '.join(declared or ())}.",
             ),
             (
                 maker is None or not self.collect.retries or not has_effects(maker),
-                f"collect.retries is {self.collect.retries}, and the environment has effects outside itself, which a "
-                "second try would repeat. Set collect.retries=0.",
+                f"collect.retries is {self.collect.retries}, but the environment has external effects, which a "
+                "retry would repeat. Set collect.retries=0.",
             ),
             *self._named_figures(),
             *(
                 (
                     not name or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_]*", name) is not None,
-                    f"the name {name!r} of a set of evaluate is no name of a folder: letters, digits and underscores.",
+                    f"the name {name!r} of a set of evaluate is not a valid folder name: use letters, digits and "
+                    "underscores.",
                 )
                 for name in self.evaluations
             ),
             (
                 sum(evaluation.best is not None and evaluation.keep_best for evaluation in self.evaluations.values())
                 <= 1,
-                "several sets of evaluate name the figure `best`, and there is one best checkpoint. Leave it to one.",
+                "several sets of evaluate set `best`, but only one set may choose the best checkpoint.",
             ),
             (
                 self.evaluate is None or len(self.evaluations) > 0,
-                "evaluate is an empty dict. Name a set, or leave it out.",
+                "evaluate is an empty dict. Add a set, or omit it.",
             ),
             (
                 self.environment is None or not self.collect.prefill,
-                f"collect.prefill is {self.collect.prefill!r}, and an environment's conversation has several answers. "
-                "End the generation prompt of policy.chat_template with it.",
+                f"collect.prefill is {self.collect.prefill!r}, but the conversations of an environment have several "
+                "turns. End the generation prompt of policy.chat_template with this text.",
             ),
             (
                 self.evaluate is None or self.reward is not no_reward,
-                "evaluate needs a reward function, with replay as well.",
+                "evaluate needs a reward function, also with replay.",
             ),
             (
                 self.curriculum is None or (room is None and self.collect.dynamic == 1 and not self.write.drops_groups),
-                "a curriculum follows the success of every group, and buffer.max_trajectories, collect.dynamic and "
-                "write.zero_variance=drop each leave groups out of the store. Leave them out, or prompts.curriculum.",
+                "a curriculum uses the success rate of every group, but buffer.max_trajectories, collect.dynamic "
+                "and write.zero_variance=drop each remove groups from the store. Omit these settings, or "
+                "prompts.curriculum.",
             ),
             (
                 room is None or room >= rollout,
-                f"buffer.max_trajectories is {room}, and one rollout has {rollout} trajectories. Keep that many.",
+                f"buffer.max_trajectories is {room}, but one rollout has {rollout} trajectories. Set it to at least "
+                "that number.",
             ),
             (
                 not (self.learn.reference_every and self.policy.lora_rank),
-                "learn.reference_every moves a reference model, and with policy.lora_rank there is none: the reference "
-                "is the model with its adapters off. Set one of the two to 0.",
+                "learn.reference_every updates a reference model, but with policy.lora_rank there is none: the "
+                "reference is the model with its adapters switched off. Set one of the two to 0.",
             ),
             (
                 self.collect.engine == "slots" or not self.policy.lora_rank,
-                f"collect.engine={self.collect.engine} holds whole models and takes no adapters alone. Set "
-                "policy.lora_rank=0, or collect.engine=slots.",
+                f"collect.engine={self.collect.engine} loads complete models, not adapters. Set policy.lora_rank=0, "
+                "or collect.engine=slots.",
             ),
             (
                 self.replay is not None or self.collect.group_size > 1 or self.write.estimator == "reinforce_pp",
-                f"collect.group_size is 1, and write.estimator={self.write.estimator} compares the members of a group: "
-                "every advantage would be 0. Set collect.group_size to 2 or more, or write.estimator=reinforce_pp.",
+                f"collect.group_size is 1, but write.estimator={self.write.estimator} compares the members of a "
+                "group: every advantage would be 0. Set collect.group_size to 2 or more, or "
+                "write.estimator=reinforce_pp.",
             ),
             (
                 (self.write.min_group_size or 1) <= self.collect.group_size,
-                f"write.min_group_size is {self.write.min_group_size}, and a group has {self.collect.group_size} "
-                "members (collect.group_size). Set it to that at most.",
+                f"write.min_group_size is {self.write.min_group_size}, but a group has {self.collect.group_size} "
+                "members (collect.group_size). Set it to at most that number.",
             ),
             (
                 self.replay is not None or self.sample.strategy != "fresh" or self.sample.batch_size is None,
-                "sample.strategy=fresh takes the newest rollout, whole or in learn.minibatches parts: no "
-                "sample.batch_size.",
+                "sample.strategy=fresh uses the complete newest rollout, or learn.minibatches parts of it, so "
+                "sample.batch_size cannot be set.",
             ),
             (
                 parts == 1 or self.sample.strategy == "fresh",
-                f"learn.minibatches is {parts}: parts of the newest rollout, and sample.strategy="
-                f"{self.sample.strategy} draws batches of its own. Set sample.batch_size, and learn.epochs for the "
-                "number of them.",
+                f"learn.minibatches is {parts}: parts of the newest rollout, but "
+                f"sample.strategy={self.sample.strategy} draws its batches independently. Set sample.batch_size, "
+                "and learn.epochs for the number of batches.",
             ),
             (
                 parts <= rollout,
-                f"learn.minibatches is {parts}, and a rollout has {rollout} trajectories. Set it to that at most.",
+                f"learn.minibatches is {parts}, but a rollout has {rollout} trajectories. Set it to at most that "
+                "number.",
             ),
             (
                 self.replay is not None
                 or self.sample.strategy != "fresh"
                 or (self.sample.max_uses or epochs) >= epochs,
-                f"learn.epochs is {epochs}, and each takes all of the newest rollout, but sample.max_uses is "
+                f"learn.epochs is {epochs}, and each uses the complete newest rollout, but sample.max_uses is "
                 f"{self.sample.max_uses}. Set sample.max_uses to at least {epochs}.",
             ),
             (
                 self.sample.strategy != "anchored" or epochs > 1,
-                "sample.strategy=anchored takes a rollout whole and replays until the next one: learn.epochs is "
-                f"{epochs}. Set it to 2 or more.",
+                "sample.strategy=anchored uses a complete rollout and then replays until the next one, but "
+                f"learn.epochs is {epochs}. Set it to 2 or more.",
             ),
             (
                 self.sample.strategy != "anchored" or self.replay is None or self.replay.recorded_order,
-                "sample.strategy=anchored replays between rollouts, and stores have none. Draw from all alike with "
-                "--set sample.strategy=uniform, or learn as the run did that filled the store, with "
-                "--set replay.recorded_order=true.",
+                "sample.strategy=anchored replays between rollouts, but a store has no rollout order. Draw "
+                "uniformly with --set sample.strategy=uniform, or repeat the order of the run that filled the store "
+                "with --set replay.recorded_order=true.",
             ),
         ]

@@ -114,7 +114,7 @@ CODE: Final = re.compile(r".+\.py:\w+")
 
 
 def _no_code(text: str) -> Any:
-    raise DefinitionError(f"{text} names code, which is executed by the command alone; pass the function itself.")
+    raise DefinitionError(f"{text} refers to code, which only a command may execute; pass the function.")
 
 
 def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
@@ -166,7 +166,7 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
             parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
             several = len(parts) > 0 and all(map(dataclasses.is_dataclass, parts))
             if not several and not dataclasses.is_dataclass(value):
-                raise DefinitionError(f"'{head}' has no fields of its own, so '{path}' names nothing.")
+                raise DefinitionError(f"'{head}' has no fields, so there is no '{path}'.")
             inner.setdefault(head, []).append((rest, text))
             new[head] = value
         elif dataclasses.is_dataclass(value) and _is_none(text, typing.get_type_hints(type(config))[head]):
@@ -232,7 +232,7 @@ def _parse(text: str, hint: Any, code: Code) -> Any:
             pass
     if hint not in (int, float, bool, dict) and origin is not dict:
         raise DefinitionError(
-            f"{json.dumps(text)} is text, and the field takes an object of Python. Write it in a definition of your "
-            "own, FILE.py, and run that."
+            f"{json.dumps(text)} is text, but the field takes a Python object. Set it in your own definition, "
+            "FILE.py, and run that."
         )
     raise DefinitionError(f"{json.dumps(text)} is not a valid {getattr(hint, '__name__', hint)}.")

@@ -213,7 +213,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 def _from_file(file: Path, function: str, spec: str) -> Definition:
     if file.is_dir():
-        raise DefinitionError(f"{file} is a folder. Name a Python file in it: {file}/FILE.py[:function].")
+        raise DefinitionError(f"{file} is a folder. Give a Python file in it: {file}/FILE.py[:function].")
     definitions = definitions_in(file)
     if not function:
         return _the_only_one(definitions, file)
@@ -240,8 +240,8 @@ _HOW_TO_DEFINE = " A definition looks like `def my_task() -> Pipeline: return Pi
 def _the_only_one(definitions: list[Definition], file: Path) -> Definition:
     if not definitions:
         raise DefinitionError(
-            f"{file} has no function without arguments annotated `-> Pipeline`.{_HOW_TO_DEFINE} "
-            f"If it is a program of its own, type python {file}"
+            f"{file} has no function without arguments annotated `-> Pipeline`.{_HOW_TO_DEFINE} If it is a program, "
+            f"run it with: python {file}"
         )
     for definition in definitions:
         if len(definitions) == 1 or definition.function == file.stem:
@@ -268,10 +268,10 @@ def _builtin(name: str) -> Definition:
             raise DefinitionError(f"'{name}' is a program, not a definition. Run it with: python {file}")
     beside = Path(f"{name}.py")
     if beside.is_file():
-        raise DefinitionError(f"there is no built-in pipeline '{name}'. For the file here, type ./{beside} .")
+        raise DefinitionError(f"there is no built-in pipeline '{name}'. For the local file, use ./{beside} .")
     raise DefinitionError(
-        f"there is no pipeline '{name}'.{did_you_mean(name, built_in)} "
-        "`rlhf-pipeline list` shows them all; your own is FILE.py[:function]."
+        f"there is no pipeline '{name}'.{did_you_mean(name, built_in)} `rlhf-pipeline list` shows all of them; your "
+        "own definition is FILE.py[:function]."
     )
 
 
@@ -312,12 +312,12 @@ def _explain(error: BaseException, file: Path, what: str) -> DefinitionError:
         return DefinitionError(f"{owner} needs {names}. ({where})")
     if isinstance(error, ModuleNotFoundError) and error.name:
         return DefinitionError(
-            f"{where}: there is no module '{error.name}'. Install it into this Python ({sys.executable} -m pip "
-            f"install ...), or put {error.name}.py beside {file.name}."
+            f"{where}: there is no module '{error.name}'. Install it for this Python ({sys.executable} -m pip "
+            f"install ...), or place {error.name}.py in the folder of {file.name}."
         )
     if isinstance(error, SystemExit):
         return DefinitionError(
-            f"{where}: {what} stops the process (SystemExit). Put what it does under `if __name__ == '__main__':`."
+            f"{where}: {what} stops the process (SystemExit). Move its code under `if __name__ == '__main__':`."
         )
     return DefinitionError(f"{where}: {what} raised {type(error).__name__}: {text}")
 

@@ -54,8 +54,8 @@ def typed(place: object) -> str:
 
 
 _PENALTY: Final = (
-    " No engine reports the distribution that a penalty draws from, so the stored log-probs would be those of another, "
-    "and ratios wrong. Pay for repetition in a reward function instead."
+    " No engine reports the distribution that results from a penalty, so the stored log-probs would belong to "
+    "another distribution, and ratios would be wrong. Penalise repetition in a reward function instead."
 )
 _REFUSED: Final[Mapping[str, str]] = dict.fromkeys(
     ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), _PENALTY
@@ -73,7 +73,7 @@ def no_such_field(name: str, names: Iterable[str]) -> str:
 
 
 class PipelineError(Exception):
-    """The root of all errors that this package raises on purpose. Its text is safe for a terminal."""
+    """The base class of all errors of this package. Its text is safe for a terminal."""
 
     def __str__(self) -> str:
         return plain(super().__str__())
@@ -112,15 +112,15 @@ class PromptTypeError(DataError, TypeError):
 
 
 class MissingPathError(PipelineError, FileNotFoundError):
-    """A folder or file that was named does not exist."""
+    """A given folder or file does not exist."""
 
 
 class RunExistsError(PipelineError, FileExistsError):
-    """The run folder exists already."""
+    """The run folder already exists."""
 
 
 class LeaseLostError(RunExistsError):
-    """This process was stalled for so long that another one has taken its place; its further writes do not count."""
+    """This process was stalled for so long that another process has taken over; its further writes are discarded."""
 
 
 class RunMismatchError(PipelineError, ValueError):
@@ -136,11 +136,11 @@ class RewardError(PipelineError, RuntimeError):
 
 
 class StopAskedError(PipelineError, RuntimeError):
-    """A signal asked to stop while reward calls were running; their rollout is sampled again later."""
+    """A signal requested a stop while reward calls were running; their rollout is sampled again later."""
 
 
 class EngineError(PipelineError, RuntimeError):
-    """An engine outside this process cannot be reached, or gives an invalid answer."""
+    """An engine outside this process is unreachable, or returns an invalid response."""
 
 
 class ProcessFailedError(PipelineError, RuntimeError):
@@ -185,7 +185,7 @@ def tried(what: str, on: str) -> Generator[None]:
     except DefinitionError:
         raise
     except Exception as error:
-        raise DefinitionError(f"{what} raised {type(error).__name__}: {error}, tried on {on}") from error
+        raise DefinitionError(f"{what} raised {type(error).__name__}: {error}, in a test on {on}") from error
 
 
 def did_you_mean(name: str, valid_names: Iterable[str]) -> str:

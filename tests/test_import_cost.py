@@ -123,7 +123,7 @@ def test_mistakes_of_run(env: dict[str, str], small_run: Path):
         check=False,
     )
     assert shown.returncode == 2
-    assert "holds a run already" in shown.stderr
+    assert "already contains a run" in shown.stderr
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ def test_the_blocks_of_a_page(page: Path, folder: Path, tmp_path: Path, monkeypa
 
 
 RUNS = {
+    "docs/architecture.md": 0,
     "docs/beside.md": 0,
     "docs/tour.md": 1,
     "docs/coming_from.md": 3,

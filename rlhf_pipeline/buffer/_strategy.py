@@ -113,7 +113,7 @@ class TrajectorySampler(Sampler):
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:
-            raise DefinitionError(f"max_staleness is {self.max_staleness}; it must not be negative.")
+            raise DefinitionError(f"max_staleness is {self.max_staleness}; it must be at least 0.")
         if self.max_uses is not None and self.max_uses < 1:
             raise DefinitionError(f"max_uses is {self.max_uses}; it must be at least 1.")
 

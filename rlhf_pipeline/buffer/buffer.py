@@ -162,7 +162,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     def _group_transform(self) -> MCAdvantage:
         advantage = self._advantage()
         if advantage is None:
-            raise DefinitionError("the write path has no MCAdvantage, so there are no groups that wait.")
+            raise DefinitionError("the write path has no MCAdvantage, so there are no waiting groups.")
         return advantage
 
     @property
@@ -426,15 +426,15 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             ids = ids[: max(len(ids) - (store.watermark - watermark), 0)] if watermark <= store.watermark else ids
         if watermark > store.watermark:
             raise DataError(
-                f"the store at {store.path} has {store.watermark} trajectories, the step needs {watermark}. Wait for "
-                "the collector, or check that it is the right store."
+                f"the store at {store.path} has {store.watermark} trajectories, the step needs {watermark}. Wait "
+                "for the collector, or check the path of the store."
             )
         start = max(start, self.trajectories.floor)
         expected = min(max(watermark - start, 0), self.trajectories.max_size)
         if at is not None and len(ids) < expected:
             raise DataError(
-                f"{expected - len(ids)} of the {expected} trajectories that the step chose from have left the store at "
-                f"{store.path} since, so it cannot be drawn again; raise max_size to keep more."
+                f"{expected - len(ids)} of the {expected} trajectories of this step are no longer in the store at "
+                f"{store.path}, so its batch cannot be drawn again; raise max_size to keep more."
             )
         ids = np.asarray(ids[max(len(ids) - expected, 0) :])
         ready = self.trajectories.ready(ids, None if values is store else values)
@@ -547,16 +547,17 @@ def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
         return TrajectoryWriter()
     if isinstance(choice, str):
         raise DefinitionError(
-            f"writer={choice!r} is a name; writer= takes a TorchRL Writer. Processes that write to one store need no "
-            "names: they share the groups that wait there."
+            f"writer={choice!r} is a name; writer= takes a TorchRL Writer. Processes that write to one store need "
+            "no names: they share its waiting groups."
         )
     writer = choice if isinstance(choice, Writer) else choice()
     if not isinstance(writer, Writer):
-        raise DefinitionError(f"writer gave a {type(writer).__name__}; pass a TorchRL Writer, or leave it out.")
+        raise DefinitionError(f"writer returned a {type(writer).__name__}; pass a TorchRL Writer, or omit it.")
     if isinstance(writer, TensorDictMaxValueWriter):
         raise DefinitionError(
             "TensorDictMaxValueWriter keeps the best rows by overwriting the others; a trajectory store keeps the "
-            "newest and overwrites none. Keep all, and draw by value: sampler='priority' with the column 'priority'."
+            "newest and never overwrites rows. Keep all rows, and draw by value: sampler='priority' with the column "
+            "'priority'."
         )
     if isinstance(writer, RoundRobinWriter):
         writer._cursor = storage.next_slot  # after the rows in the store

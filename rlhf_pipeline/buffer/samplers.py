@@ -144,7 +144,7 @@ class MixSampler(TrajectorySampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.fraction <= 1:
-            raise DefinitionError(f"fraction is {self.fraction}; it must lie between 0 and 1.")
+            raise DefinitionError(f"fraction is {self.fraction}; it must be between 0 and 1.")
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
         share = round(most * self.fraction)
@@ -178,7 +178,7 @@ class AnchoredSampler(TrajectorySampler):
         super().__post_init__()
         if self.steps_per_rollout < 2:
             raise DefinitionError(
-                f"steps_per_rollout is {self.steps_per_rollout}; with fewer than 2 no update is left for replay."
+                f"steps_per_rollout is {self.steps_per_rollout}; with fewer than 2, no step remains for replay."
             )
         self._newest = NewestSampler(steps_per_rollout=self.steps_per_rollout)
 

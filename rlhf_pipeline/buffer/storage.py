@@ -408,7 +408,7 @@ class TrajectoryStorage(Storage):
                     f"index out of range: {len(rows)} trajectories at {self.store.path} ({error})"
                 ) from None
         if row_ids.size and int(row_ids.min()) < 0:
-            raise IndexError(f"{int((row_ids < 0).sum())} of the slots asked for were never written")
+            raise IndexError(f"{int((row_ids < 0).sum())} of the requested slots were never written")
         return row_ids
 
     def mapped_rows(self) -> np.ndarray:
@@ -634,11 +634,13 @@ def _open(
 
 def _check_columns(store: TrajectoryStore, columns: Iterable[Column]) -> None:
     if "input_ids" not in store.schema:
-        raise DefinitionError(f"the store at {store.path} has no column 'input_ids'; it holds {store.schema.names}")
+        raise DefinitionError(
+            f"the store at {store.path} has no column 'input_ids'; its columns are {store.schema.names}"
+        )
     missing = [c.name for c in columns if c.name not in store.schema]
     if missing:
         raise DefinitionError(
-            f"the store at {store.path} exists already and has no column {', '.join(missing)}; choose another folder"
+            f"the store at {store.path} already exists and has no column {', '.join(missing)}; choose another folder"
         )
 
 
@@ -665,7 +667,7 @@ def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
             f"{list(columns)[:12]}"
         )
     if not tokens.lengths.numpy().all():
-        raise DataError(f"trajectory {int(tokens.lengths.argmin())} of {columns.n} has no tokens; leave it out.")
+        raise DataError(f"trajectory {int(tokens.lengths.argmin())} of {columns.n} has no tokens; remove it.")
     _check_per_token(columns, tokens.lengths)
     _derive(columns, tokens, schema)
     out: dict[str, Any] = {}
@@ -705,8 +707,8 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
         if outside.any():
             row = int(outside.argmax())
             raise DataError(
-                f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row]}, and it has {int(lengths[row])} "
-                "tokens; the prompt is a part of them"
+                f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row]}, and it has {int(lengths[row])} tokens; "
+                "the number must not exceed them"
             )
 
 
@@ -771,8 +773,8 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
             row = int(differs.nonzero()[0])
             raise DataError(
                 f"{TASK_REWARD!r} of trajectory {row} is {stored_reward[row].item():g} and the rewards under "
-                f"{REWARD!r} sum to {total[row].item():g} without the KL penalty; the store would keep the first and "
-                "read it back as the second. Omit one, or store rewards per token: "
+                f"{REWARD!r} sum to {total[row].item():g} without the KL penalty; the store would record the first "
+                "and return the second. Omit one, or store rewards per token: "
                 "schema=trajectory_schema(token_rewards=True)"
             )
         return

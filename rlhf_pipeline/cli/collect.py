@@ -7,10 +7,10 @@ import re
 
 from rlhf_pipeline.cli.parser import add_process_options
 
-HELP = "collect rollouts into a run, in a process of its own"
+HELP = "collect rollouts into a run, in a separate process"
 DETAILS = """\
 Claims rollouts one at a time, samples each with the newest weights that the learner has published, and
-stores it. Any number of collectors may work for one run; each may be stopped or killed at any time,
+stores it. Any number of collectors may work on one run; each may be stopped or killed at any time,
 and no prompt is lost or repeated. A collector waits when a rollout would be too old
 (buffer.max_staleness) by the time it is learned from.
 
@@ -19,7 +19,7 @@ examples:
   rlhf-pipeline learn --run runs/mine                    in another
   rlhf-pipeline collect --run runs/mine                  in a third: one more collector
 
-`rlhf-pipeline run long_running --collectors 2` starts all of them and keeps them alive.
+`rlhf-pipeline run long_running --collectors 2` starts all of them and restarts processes that die.
 Exit code 3: a failure that a retry may overcome (the reward function, the disk)."""
 
 
@@ -30,7 +30,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--name",
         type=_process_name,
         metavar="NAME",
-        help="of this process (default: the first free of collector-0, ...)",
+        help="name of this process (default: the first free name of collector-0, ...)",
     )
 
 
@@ -44,5 +44,5 @@ def execute(args: argparse.Namespace) -> int:
 
 def _process_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text) or text in ("learner", "supervisor"):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot name a collector. For example: --name collector-7")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a valid collector name. For example: --name collector-7")
     return text

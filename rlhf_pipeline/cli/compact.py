@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 HELP = "merge the segments of a store that no process writes to"
 DETAILS = """\
-Merges finished segments into a few, keeps only the newest of updated values, and frees the space of the
-others. Ids, order and values stay, so a run resumes and replays as before. A zarr store becomes sharded,
-zstd-compressed groups. Meanwhile both old and new segments are on disk; it may be stopped at any time.
-Readers are not disturbed. It refuses a store that a run, an import or a recorder is writing to.
+Merges finished segments into a few, keeps only the newest of updated values, and frees the space of the others. Ids,
+order and values do not change, so a run resumes and replays as before. A zarr store becomes sharded, zstd-compressed
+groups. Until it ends, old and new segments are on disk; it may be stopped at any time. Readers can continue to read.
+The command rejects a store to which a run, an import or a recorder is writing.
 
 examples:
   rlhf-pipeline compact runs/copy_digits
@@ -48,14 +48,14 @@ def execute(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     if isinstance(path, Path) and not os.access(path, os.W_OK):
         raise RunStorageError(
-            f"{path} can only be read, so it cannot be compacted. Make a compacted copy: "
-            f"rlhf-pipeline copy {typed(args.path)} --to NEW_STORE"
+            f"{path} is read-only, so it cannot be compacted. Make a compacted copy: rlhf-pipeline copy "
+            f"{typed(args.path)} --to NEW_STORE"
         )
     with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
         if store.being_written():
             raise RunExistsError(
-                f"a process writes to {path}: it merges small segments itself, and its open segment would not be "
-                "merged. Stop it first. (In the zarr backend a killed writer counts as running for an hour.)"
+                f"a process is writing to {path}. It merges small segments by itself, and its open segment would "
+                "not be merged. Stop it first. (In the zarr backend a killed writer counts as running for an hour.)"
             )
         with progress_lines("compacting for {}; stopping it loses nothing"):
             report = store.compact()
@@ -75,7 +75,7 @@ def alone(run: RunFolder | None, store: Address) -> Iterator[None]:
 
     with ExitStack() as stack:
         if isinstance(store, Path):  # imports and recorders write to folders
-            refusal = f"an import or a recorder writes to {store}. Wait for it, or stop it first."
+            refusal = f"an import or a recorder is writing to {store}. Wait for it, or stop it first."
             with as_ours():
                 stack.enter_context(store_lock(store, refusal=refusal))
         if run is not None:
@@ -88,6 +88,6 @@ def _lines(report: CompactReport, path: Address, num: int, sizes: tuple[int, int
     if report.segments_before == report.segments_after and not report.rows:
         yield f"  nothing to merge: {count(report.segments_before, 'segment')}, {sizes[0] / 1e6:.1f} MB"
         return
-    moved = f"{count(report.rows, 'trajectory')} moved; ids and order are as before"
+    moved = f"{count(report.rows, 'trajectory')} moved; ids and order are unchanged"
     yield f"  segments  {report.segments_before:,} -> {report.segments_after:,}  ({moved})"
     yield f"  on disk   {sizes[0] / 1e6:.1f} MB -> {sizes[1] / 1e6:.1f} MB"

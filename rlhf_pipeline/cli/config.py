@@ -14,13 +14,13 @@ from rlhf_pipeline.cli.output import say, say_as_is
 HELP = "show all settings: meaning, bounds, default"
 DETAILS = """\
 Every field of a definition, with the bounds that are checked, in Python and for --set. With the name of a
-pipeline, or a file of yours, shows its values; with a field or group of fields, shows the meaning.
+pipeline, or your own file, shows its values; with a field or group of fields, shows the meaning.
 
 examples:
   rlhf-pipeline config                       all settings and their defaults
   rlhf-pipeline config learn.lr              the meaning and bounds of one setting
   rlhf-pipeline config sample                all settings of a group
-  rlhf-pipeline config copy_digits           the values in a pipeline, and which are not the default
+  rlhf-pipeline config copy_digits           the values in a pipeline; changed values are marked
   rlhf-pipeline config ./my_task.py learn.lr
   rlhf-pipeline config metrics               the meaning and unit of each figure of metrics.jsonl
 
@@ -38,7 +38,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--markdown",
         action="store_true",
-        help="print a reference page: docs/settings.md, and with `metrics`, `commands` or `errors` that of these",
+        help="print a reference page: docs/settings.md, or the page of `metrics`, `commands` or `errors`",
     )
 
 
@@ -66,7 +66,8 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     if args.markdown and args.names:
         raise DefinitionError(
-            "a reference page has all settings, or `metrics`, `commands` or `errors` whole; name nothing else."
+            "--markdown prints a complete page: all settings, or `metrics`, `commands` or `errors`. Remove the "
+            "other names."
         )
     if args.markdown:
         say_as_is("\n".join(page()))
@@ -75,7 +76,7 @@ def execute(args: argparse.Namespace) -> int:
     names = list(args.names)
     field = names.pop() if names and (names[-1] in settings_by_path or len(names) > 1) else None
     if len(names) > 1 or (names and names[0] in settings_by_path):
-        raise DefinitionError("name one definition and one field at most, for example: rlhf-pipeline config learn.lr")
+        raise DefinitionError("give at most one definition and one field, for example: rlhf-pipeline config learn.lr")
     pipeline = None
     if names:
         try:
@@ -168,7 +169,7 @@ def _figure(figure: Any) -> str:
 
 def _default(item: Any) -> str:
     if item.default is dataclasses.MISSING:
-        return "must be given"
+        return "required"
     return _value_text(item.default)
 
 
@@ -180,7 +181,7 @@ def _value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none given"
+        return ",".join(map(str, value)) or "empty"
     if isinstance(value, float):
         return f"{value:g}"
     if dataclasses.is_dataclass(value):
@@ -200,9 +201,9 @@ def page() -> Iterator[str]:
 
     yield "# Settings"
     yield ""
-    yield "Every field of a definition. This page is generated from the declarations that check the fields:"
-    yield "`rlhf-pipeline config --markdown > docs/settings.md`. A definition sets a field in Python"
-    yield "(`learn=Learn(lr=3e-4)`), a command by `--set learn.lr=3e-4`;"
+    yield "This page describes every field of a definition. It is generated from the declarations that check the"
+    yield "fields: `rlhf-pipeline config --markdown > docs/settings.md`. A definition sets a field in Python"
+    yield "(`learn=Learn(lr=3e-4)`), a command with `--set learn.lr=3e-4`;"
     yield "`rlhf-pipeline config learn.lr` shows one field, `rlhf-pipeline config copy_digits` a pipeline's values."
     whole = settings_of(Pipeline)
     yield from _section("Pipeline", Pipeline, "", [item for item in whole if not item.groups or item.name == "replay"])

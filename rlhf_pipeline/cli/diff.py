@@ -35,7 +35,7 @@ examples:
   rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
 
 Exit code 0 if the trajectories and the learning are the same, 1 if not, 2 if they cannot be compared.
-Settings that made no difference, and columns that only one side has, are listed but do not count."""
+Settings without an effect on results, and columns that only one side has, are listed but ignored."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("left", metavar="LEFT", help="a run or a store")
     command.add_argument("right", metavar="RIGHT", help="another one")
     command.add_argument(
-        "--ignore", action="append", default=[], metavar="COLUMN", help="do not compare it; may be given several times"
+        "--ignore", action="append", default=[], metavar="COLUMN", help="do not compare this column; may be repeated"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
 
@@ -113,7 +113,7 @@ def _lines(
     aside = f" ({', '.join(rows['not_compared'])} not compared)" if rows["not_compared"] else ""
     if same:
         learned = "the same trajectories, and the same learning" if steps is not None else "the same trajectories"
-        remark = f"{learned}; what is listed above made no difference"
+        remark = f"{learned}; the settings listed above had no effect"
         yield f"{remark if config or apart else 'no difference'}{aside}"
         return
     yield f"they differ{aside}"

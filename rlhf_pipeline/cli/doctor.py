@@ -1,4 +1,4 @@
-"""`rlhf-pipeline doctor`: check whether this machine and this folder have what a run needs."""
+"""`rlhf-pipeline doctor`: check whether this machine and this folder meet the requirements of a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlhf_pipeline.report.formatting import count, duration
 _NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "google-crc32c")
 _FREE_GB = 2.0
 
-HELP = "check whether this machine and this folder have what a run needs"
+HELP = "check whether this machine and this folder meet the requirements of a run"
 DETAILS = """\
 example:
-  rlhf-pipeline doctor          in the folder where your runs go"""
+  rlhf-pipeline doctor          in the folder for your runs"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def execute(args: argparse.Namespace) -> int:
         for ok, text in checks:
             bad += not ok
             say(f"  {'ok ' if ok else 'BAD'}  {text}")
-    say("All is well. Try: rlhf-pipeline run copy_digits" if not bad else f"{count(bad, 'problem')}, see above.")
+    say("No problem found. Try: rlhf-pipeline run copy_digits" if not bad else f"{count(bad, 'problem')}, see above.")
     return 1 if bad else 0
 
 
@@ -72,14 +72,14 @@ def _folder(folder: Path) -> Iterator[Check]:
     from trajectory_store.file_access import file_system
 
     free = shutil.disk_usage(folder).free / 1e9
-    more = "" if free >= _FREE_GB else "; free some: a full disk stops a run (nothing stored is lost)"
+    more = "" if free >= _FREE_GB else "; free some space: a full disk stops a run (stored rows are not lost)"
     yield not more, f"{free:.1f} GB free{more}"
     kind = file_system(folder)
-    more = ": in memory, so nothing here survives a restart of the machine" if kind == "tmpfs" else ""
+    more = ": in memory, so files are lost when the machine restarts" if kind == "tmpfs" else ""
     yield True, f"file system {kind or 'unknown'}{more}"
     problems = Run(pipeline=definitions.find("copy_digits").pipeline(), run_dir=folder / ".rlhf-doctor").check()
     if not problems:
-        yield True, "a run may begin here"
+        yield True, "a run can be created here"
         yield _store(folder)
     for problem in problems:
         yield False, str(problem)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 HELP = "evaluate a checkpoint of a run, or a model folder, on held-out prompts"
 DETAILS = """\
-Samples completions of the prompts of the definition's evaluate=Evaluate(...), or of --prompts, and grades
-them by its reward: mean with a 95 % interval over prompts, pass@k, length. The rows are stored beside the
-run's own evaluations, marked, and never learned from; what is stored already is read and not sampled again.
+Samples completions of the prompts of the definition's evaluate=Evaluate(...), or of --prompts, and grades them with its
+reward: mean with a 95 % interval over prompts, pass@k, length. The rows are stored beside the run's evaluations,
+marked, and never learned from; rows that are already stored are read and not sampled again.
 
 examples:
   rlhf-pipeline evaluate runs/copy_digits                       the newest checkpoint
-  rlhf-pipeline evaluate runs/mine --best --prompts test.jsonl  the best one, on other prompts
+  rlhf-pipeline evaluate runs/mine --best --prompts test.jsonl  the best checkpoint, on other prompts
   rlhf-pipeline evaluate runs/mine --step 40 --group-size 8     pass@8 of the checkpoint of step 40
   rlhf-pipeline evaluate model --definition gsm8k --prompts test.jsonl
 
@@ -38,19 +38,28 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", metavar="RUN|MODEL", help="a run, or a model folder with --definition")
     which = command.add_mutually_exclusive_group()
     which.add_argument("--step", type=natural, metavar="N", help="the checkpoint of step N (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the kept checkpoint that the run's evaluations found best")
-    command.add_argument("--prompts", metavar="FILE", help="the prompts; read as the definition reads its own")
-    command.add_argument("--num-prompts", type=positive, metavar="N", help="the first N of them")
-    command.add_argument("--group-size", type=positive, metavar="K", help="completions per prompt; pass@K needs K")
-    command.add_argument("--temperature", type=_temperature, metavar="T", help="0 takes the most probable token")
+    which.add_argument("--best", action="store_true", help="the best checkpoint by the run's evaluations")
+    command.add_argument("--prompts", metavar="FILE", help="the prompts, read with the definition's settings")
+    command.add_argument("--num-prompts", type=positive, metavar="N", help="use the first N prompts")
+    command.add_argument(
+        "--group-size", type=positive, metavar="K", help=("completions per prompt; pass@K needs at least K")
+    )
+    command.add_argument(
+        "--temperature",
+        type=_temperature,
+        metavar="T",
+        help=("sampling temperature; 0 selects the most probable token"),
+    )
     command.add_argument(
         "--definition",
         "--pipeline",
         metavar="NAME|FILE.py[:function]",
         help="the definition with reward and sampling (default: the run's)",
     )
-    command.add_argument("--out", metavar="DIR", help="takes the rows of a model (default: runs/MODEL-evaluation)")
-    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
+    command.add_argument(
+        "--out", metavar="DIR", help=("the folder for the rows of a model (default: runs/MODEL-evaluation)")
+    )
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's device, or cpu)")
     add_overrides(command)
     add_trust(command)
     add_json(command)
@@ -130,11 +139,11 @@ def _of_model(args: argparse.Namespace) -> EvaluationRequest:
 
     if args.definition is None:
         raise DefinitionError(
-            f"{args.path} is a model folder, which has no reward: name a definition that has one, for example "
+            f"{args.path} is a model folder, which has no reward: give a definition with a reward, for example "
             f"rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
         )
     if args.step is not None or args.best:
-        raise DefinitionError("--step and --best choose a checkpoint of a run, and this is a model folder.")
+        raise DefinitionError("--step and --best select a checkpoint of a run, but this is a model folder.")
     place = Path(args.path).expanduser()
     pipeline = definitions.find(args.definition).pipeline(tuple(args.overrides))
     policy = pipeline.policy
@@ -156,7 +165,9 @@ def _of_run(args: argparse.Namespace, address: Address) -> EvaluationRequest:
     from rlhf_pipeline.run.saved_inputs import definition_of, with_copied_inputs
 
     if args.out is not None:
-        raise DefinitionError("--out takes the rows of a model; those of a run are stored in its own folder.")
+        raise DefinitionError(
+            "--out is the folder for the rows of a model; the rows of a run are stored in the run folder."
+        )
     run = RunFolder.open(address)
     definition = definition_of(run, args.definition, trust=args.trust)
     recorded = definition.pipeline((*with_copied_inputs(run, run.config.overrides), *args.overrides))
@@ -165,7 +176,7 @@ def _of_run(args: argparse.Namespace, address: Address) -> EvaluationRequest:
         change for change in changes({"policy": before.get("policy")}, recorded) if change.field[:7] == "policy."
     ]
     if wrong := [str(change) for change in policy_changes if change.field != "policy.path"]:
-        raise RunMismatchError(f"{address} was started with another model: {'; '.join(wrong)}. Use the recorded one.")
+        raise RunMismatchError(f"{address} was started with another model: {'; '.join(wrong)}. Use the recorded model.")
     pipeline = _evaluated(recorded, args)
     step = _best_step(run, recorded) if args.best else args.step
     checkpoint = checkpoint_of(run, step, form="--step {step}")
@@ -196,9 +207,7 @@ def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
     if pipeline.evaluate is not None:
         return replace(pipeline, evaluate=replace(pipeline.evaluate, **settings))
     if args.prompts is None:
-        raise DefinitionError(
-            "the definition has no evaluate=Evaluate(...), so say which prompts to evaluate on: --prompts FILE"
-        )
+        raise DefinitionError("the definition has no evaluate=Evaluate(...), so give the prompts: --prompts FILE")
     return replace(pipeline, evaluate=Evaluate(**settings))
 
 
@@ -212,12 +221,12 @@ def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
 
     sets = pipeline.evaluations
     if not sets:
-        raise DefinitionError("--best is what a run's own evaluations found, and its definition has no evaluate=.")
+        raise DefinitionError("--best selects by the run's evaluations, but its definition has no evaluate=.")
     name = deciding_set(sets)
     name = next(iter(sets)) if name is None else name
     path = evaluation_store(run, pipeline, sets[name], name)
     if not is_store(path):
-        raise MissingPathError(f"{run.address} has no evaluations yet at {path}. Leave --best out, or name a --step.")
+        raise MissingPathError(f"{run.address} has no evaluations yet at {path}. Omit --best, or give a --step.")
     saved_steps = {step_of(checkpoint) for checkpoint in run.saved()}
     with TrajectoryStore.open(path, mode="r") as store:
         candidates = [
@@ -226,7 +235,7 @@ def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
             if (mean := figure_for_best(figures, sets[name].best)) is not None and figures["step"] in saved_steps
         ]
     if not candidates:
-        raise MissingPathError(f"none of the evaluated steps of {run.address} has a checkpoint. Leave --best out.")
+        raise MissingPathError(f"none of the evaluated steps of {run.address} has a checkpoint. Omit --best.")
     return min(candidates)[1]
 
 
@@ -239,7 +248,7 @@ def _next_commands(path: str, run: RunFolder | None, step: int, store: Address) 
     if alternatives := [
         saved_step for saved_step in map(step_of, run.saved() if run is not None else ()) if saved_step != step
     ]:
-        yield f"rlhf-pipeline evaluate {typed(path)} --step {alternatives[-1]}", "another checkpoint that is kept"
+        yield f"rlhf-pipeline evaluate {typed(path)} --step {alternatives[-1]}", "another saved checkpoint"
 
 
 def _temperature(text: str) -> float:

@@ -12,14 +12,14 @@ from rlhf_pipeline.report.formatting import count, duration
 
 HELP = "write a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
-Writes every column, ragged columns as lists of numbers; `import` makes an equal store from it.
-A filter is a column (reward, version, date and group are short names; num_tokens and
-num_completion_tokens, the policy's own, exist too), one of >= <= == != > <, and a value.
+Writes every column, ragged columns as lists of numbers; `import` restores an equal store. A filter is a column (reward,
+version, date and group are short names; num_tokens and num_completion_tokens, the policy's tokens, are also available),
+one of >= <= == != > <, and a value.
 
 examples:
   rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
   rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
-  rlhf-pipeline export runs/copy_digits --to agents.atif    agent trajectories in ATIF, a file each
+  rlhf-pipeline export runs/copy_digits --to agents.atif    agent trajectories in ATIF, one file each
   rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
 
 
@@ -30,7 +30,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="FILE.parquet|FILE.jsonl|FOLDER",
-        help="must not exist; a folder is a dataset, NAME.atif ATIF",
+        help="must not exist; a folder is a dataset, NAME.atif is ATIF",
     )
     add_filter(command)
     add_skip_damaged(command)
@@ -69,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
         "parquet": f"pyarrow.parquet.read_table({path!r})",
         "hf": f"datasets.load_from_disk({path!r})",
         "jsonl": f"head -n 1 {typed(path)} | jq .",
-        "atif": "any reader of ATIF 1.8 takes each document",
+        "atif": "any reader of ATIF 1.8 can read each document",
     }
     say(f"read it:   {readers[report.kind]}")
     say(f"and back:  rlhf-pipeline import {typed(path)} --into NEW_STORE")

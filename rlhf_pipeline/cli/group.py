@@ -19,7 +19,9 @@ examples:
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
-    command.add_argument("group", nargs="?", type=natural, metavar="G", help="its number (default: the newest ones)")
+    command.add_argument(
+        "group", nargs="?", type=natural, metavar="G", help=("the id of the group (default: the newest groups)")
+    )
     add_json(command)
 
 

@@ -15,20 +15,19 @@ from rlhf_pipeline.report.formatting import count, duration, number
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import FileReport, ImportReport
 
-HELP = "bring other tools' rollouts into a store"
+HELP = "import other tools' rollouts into a store"
 DETAILS = """\
 Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), slime
-(--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers,
-skyrl, nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; agent
-trajectories in ATIF, of rllm and art, logs of Inspect, tables of wandb; what `export` wrote; and any rows of a
-prompt, a completion and a reward.
-A dump is recognised by the fields that its tool's current writer writes into every row.
+(--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl,
+nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; agent trajectories in
+ATIF, of rllm and art, logs of Inspect, tables of wandb; files written by `export`; and any rows with a prompt, a
+completion and a reward. A dump is recognised by the fields that its tool's current writer writes into every row.
 
-Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. Anything the file lacks stays
-unknown, is reported, or is requested. Rows are identified by their content: an import that was stopped continues
-when the command is repeated, and files that were moved, renamed, compressed or copied add nothing. A newer version
-of a row or a file supersedes the older one. A broken line is reported. With --follow the import continues while a
-trainer writes.
+Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. Values missing from the file are
+recorded as unknown, reported, or requested. Rows are identified by their content: an import that was stopped continues
+when the command is repeated, and files that were moved, renamed, compressed or copied add nothing. A newer version of a
+row or a file supersedes the older one. A broken line is reported. With --follow the import continues while a trainer
+writes.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
@@ -42,7 +41,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "files", nargs="+", metavar="FILE", help="files, folders, patterns, .zip archives, saved datasets"
     )
-    command.add_argument("--into", required=True, metavar="STORE", help="the store's folder; made if it is not there")
+    command.add_argument("--into", required=True, metavar="STORE", help="the store's folder; created if missing")
     command.add_argument(
         "--format",
         default="auto",
@@ -55,33 +54,38 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--group",
         metavar="FIELD|N|none",
-        help="the field that tells groups apart, or how many rows in turn are one; none: groups of one are meant",
+        help=(
+            "the field that identifies the group, or the number of consecutive rows per group; none: each row is a "
+            "group"
+        ),
     )
     command.add_argument(
         "--group-by",
         choices=("prompt",),
-        help="prompt: all rows of one prompt are one group, wherever they stand in a file",
+        help="prompt: all rows of one prompt are one group, regardless of their position in a file",
     )
     command.add_argument(
         "--one-turn",
         action="store_true",
-        help="completions that are text are of one turn, with no words of an environment",
+        help="text completions are one turn, without text from an environment",
     )
     command.add_argument(
         "--skip-bad",
         type=natural,
         default=0,
         metavar="N",
-        help="pass over up to N rows that cannot be read, and name them",
+        help="skip and report up to N unreadable rows",
     )
     command.add_argument(
-        "--follow", action="store_true", help="of one FOLDER: go on importing what a trainer writes there, until Ctrl-C"
+        "--follow",
+        action="store_true",
+        help=("continue to import the files that a trainer writes to one FOLDER, until Ctrl-C"),
     )
     command.add_argument(
         "--until-quiet",
         type=above_zero,
         metavar="SECONDS",
-        help="with --follow: end when nothing is written for so long",
+        help="with --follow: end when no file has changed for SECONDS",
     )
     command.add_argument(
         "--source",
@@ -91,7 +95,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
     command.add_argument(
-        "--durability", choices=("process", "power", "group"), help="of a new store (default: process)"
+        "--durability", choices=("process", "power", "group"), help="durability of a new store (default: process)"
     )
 
 
@@ -105,7 +109,8 @@ def execute(args: argparse.Namespace) -> int:
     run = into.resolve().parent if into.resolve().name == filenames.STORE else into
     if is_run(run):
         raise DefinitionError(
-            f"{run} is a run, whose store is its own. Name a new folder: --into {run.parent / 'imported'}"
+            f"{run} is a run; an import cannot write to its store. Choose a new folder: --into "
+            f"{run.parent / 'imported'}"
         )
     if args.tokenizer is not None:
         say("importing transformers for the tokenizer ...")
@@ -137,7 +142,7 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
 
     if len(args.files) != 1 or not Path(args.files[0]).expanduser().is_dir():
         raise DefinitionError(
-            "--follow goes with one folder, which is there: rlhf-pipeline import --follow FOLDER --into STORE"
+            "--follow needs exactly one existing folder: rlhf-pipeline import --follow FOLDER --into STORE"
         )
     say(f"following {args.files[0]}; Ctrl-C ends it")
     with stop_on_signals() as stop:
@@ -151,8 +156,8 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
                 f"{number(report.mean_reward, 3)}"
             ),
             on_vanished=lambda file: warn(
-                f"{file} is gone, with no compressed form in its place: rows that were written to it since it was last "
-                "read are not in the store"
+                f"{file} was removed without a compressed replacement: rows that were written to it after it was "
+                "last read are not in the store"
             ),
             on_unreadable=lambda reason: warn(f"a file could not be read, so its rows are not in the store: {reason}"),
             **options,
@@ -171,8 +176,8 @@ def _file_line(file: FileReport) -> None:
 def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[str]:
     store = typed(report.store)
     left_out = sum(file.num_left_out for file in report.files)
-    reasons = "not the policy's, without sampled tokens, or in the table before already"
-    passed_over = [f"  {left_out:,} left out: {reasons}"] if left_out else []
+    reasons = "not from the policy, without sampled tokens, or already in the previous table"
+    passed_over = [f"  {left_out:,} skipped: {reasons}"] if left_out else []
     if report.other_files:
         paths = ", ".join(str(path) for path in report.other_files[:3])
         passed_over.append(f"  {count(len(report.other_files), 'file')} without rollouts: {paths}")
@@ -182,7 +187,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     passed_over += [f"  skipped: {bad}" for file in report.files for bad in file.bad]
     if not report.num_imported:
         return [
-            f"nothing new: {count(report.num_skipped, 'trajectory')} in {report.store} already.",
+            f"nothing new: {count(report.num_skipped, 'trajectory')} are already in {report.store}.",
             *passed_over,
             f"look at them: rlhf-pipeline inspect {store}",
         ]
@@ -194,10 +199,10 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     if superseded:
         lines.append(f"  {count(superseded, 'older row')} superseded by newer versions; never learned from")
     if report.num_skipped:
-        lines.append(f"  {count(report.num_skipped, 'trajectory')} in the store already, not imported again")
+        lines.append(f"  {count(report.num_skipped, 'trajectory')} already in the store, not imported again")
     lines += passed_over
     if report.num_encoded:
-        lines.append(f"  {count(report.num_encoded, 'trajectory')} encoded from text; `meta` says with which tokenizer")
+        lines.append(f"  {count(report.num_encoded, 'trajectory')} encoded from text; `meta` records the tokenizer")
     if report.num_without_log_probs:
         lines.append(
             f"  {count(report.num_without_log_probs, 'trajectory')} without behaviour log-probs; "
@@ -205,11 +210,11 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         )
     for num, what in (
         (report.num_without_reward, "without a reward"),
-        (report.num_evaluations, "of evaluations, which are marked and not learned from"),
-        (report.num_failed, "failed, as their rows say: their rewards are not trusted"),
-        (report.num_masked, "out of the loss, as which of their tokens were sampled is not in the file"),
-        (report.num_at_unknown_temperature, "whose temperature nobody says: `replay` asks for it"),
-        (report.num_unended, "of which the file does not say why they ended"),
+        (report.num_evaluations, "from evaluations, which are marked and not learned from"),
+        (report.num_failed, "marked as failed in the file: their rewards are not trusted"),
+        (report.num_masked, "excluded from the loss, because the file does not record which tokens were sampled"),
+        (report.num_at_unknown_temperature, "with an unknown temperature: `replay` asks for it"),
+        (report.num_unended, "with an unknown finish reason"),
     ):
         if num:
             lines.append(f"  {count(num, 'trajectory')} {what}")
@@ -218,8 +223,8 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         and report.num_imported > report.num_without_reward + report.num_evaluations + 1
     ):
         lines.append(
-            "  NOTICE: in no group do two rewards differ, so GRPO learns nothing from them. See that --field reward "
-            "and --group name the right fields."
+            "  NOTICE: no group has two different rewards, so GRPO learns nothing from them. Check that --field "
+            "reward and --group select the right fields."
         )
     lines.append(f"look at them:    rlhf-pipeline inspect {store}")
     lines.append(f"the newest one:  rlhf-pipeline show {store}")

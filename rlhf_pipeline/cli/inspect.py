@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.user_code.arguments import BoundRewards
 
-HELP = "count what a run has stored, and grade it again"
+HELP = "count the trajectories of a run, and grade them again"
 DETAILS = """\
 Counts trajectories, groups and tokens. With --grade, calls the definition's reward function again on
-every stored prompt and completion: do the stored rewards, and the curve in metrics.jsonl, hold?
+every stored prompt and completion, and compares the results with the stored rewards and metrics.jsonl.
 Without it nothing is called; rewards may cost money.
 
 examples:
@@ -31,14 +31,16 @@ examples:
   rlhf-pipeline inspect runs/copy_digits --grade --json | jq .reward_check
   rlhf-pipeline inspect runs/mine --grade --definition ./my_task.py      if the file has moved
 
-Exit code 1 if a reward does not agree."""
+Exit code 1 if a reward differs."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
     command.add_argument("--grade", action="store_true", help="call the reward function on every stored trajectory")
-    command.add_argument("--definition", metavar="NAME|FILE.py[:function]", help="take the reward function from here")
+    command.add_argument(
+        "--definition", metavar="NAME|FILE.py[:function]", help=("use the reward function of this definition")
+    )
     add_trust(command)
     command.add_argument("--json", action="store_true", help="print JSON")
 
@@ -53,7 +55,10 @@ def execute(args: argparse.Namespace) -> int:
         reward = _reward(view.run, args.definition, trust=args.trust) if args.grade else None
         counts = {**view.about(), **view.stats(), "bytes": disk_usage(view.stored.path)}
         check = counts["reward_check"] = None if reward is None else grade(view, reward)
-        why_not = "the definition learns from stores and has no reward function; add --definition of one that has"
+        why_not = (
+            "the definition learns from stores and has no reward function; add --definition with a definition that "
+            "has one"
+        )
         if not args.grade:
             why_not = _would_call(args, view.run, counts["trajectories"])
         elif reward is not None:
@@ -101,7 +106,7 @@ def _reward(
         definition, overrides = definitions.find(definition_name), ()
     else:
         raise DefinitionError(
-            "a store alone does not say which reward function made it. Add --definition NAME|FILE.py[:function]."
+            "a store without a run does not record its reward function. Add --definition NAME|FILE.py[:function]."
         )
     pipeline = definition.pipeline(overrides)
     return None if pipeline.reward is no_reward else functools.partial(bound_to_stored, pipeline)
@@ -141,7 +146,7 @@ def _check_lines(check: Answer) -> Iterator[str]:
             why = f" ({plain(item['error'])})" if item["error"] else ""
             yield f"      id {item['id']}: stored {number(item['stored'], 4)}, now {number(item['now'], 4)}{why}"
     elif check["trajectories"]:
-        yield f"    agrees: {count(check['trajectories'], 'trajectory')}, each reward is what the function says"
+        yield f"    agrees: {count(check['trajectories'], 'trajectory')}, the function returns each stored reward"
     if check["rollouts_different"]:
         wrong = f"{check['rollouts_different']} of {count(check['rollouts'], 'rollout')}"
         yield f"    DISAGREES with metrics.jsonl: {wrong}"
@@ -154,6 +159,6 @@ def _check_lines(check: Answer) -> Iterator[str]:
         yield f"    agrees: {count(check['rollouts'], 'rollout')}, each mean is the task_reward in metrics.jsonl"
     if check["rollouts_partial"]:
         partial = count(check["rollouts_partial"], "rollout")
-        yield f"    {partial} not whole in the store (groups dropped or evicted), so not compared"
+        yield f"    {partial} incomplete in the store (groups dropped or evicted), so not compared"
     if check["failed_before"]:
         yield f"    {count(check['failed_before'], 'trajectory')} stored without a reward would have one now"

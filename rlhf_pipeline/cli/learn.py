@@ -6,10 +6,10 @@ import argparse
 
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
 
-HELP = "learn from what collectors store, in a process of its own"
+HELP = "learn from the rollouts that collectors store, in a separate process"
 DETAILS = """\
 Learns from the rollouts that `rlhf-pipeline collect` stores, in the order of arrival, and publishes the
-weights after each step. After a kill, start it again with the same command: it repeats the steps after
+weights after each step. After a kill, restart it with the same command: it repeats the steps after
 its last checkpoint with the batches in the ledger.
 
 examples:

@@ -7,7 +7,7 @@ import argparse
 from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_json, positive
 
-HELP = "show what the newest steps learned from"
+HELP = "show the trajectories of the newest steps"
 DETAILS = """\
 examples:
   rlhf-pipeline ledger runs/copy_digits
@@ -18,7 +18,9 @@ examples:
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN")
-    command.add_argument("-n", "--num", type=positive, default=20, metavar="N", help="how many (default: %(default)s)")
+    command.add_argument(
+        "-n", "--num", type=positive, default=20, metavar="N", help="number of steps (default: %(default)s)"
+    )
     add_json(command)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from rlhf_pipeline.cli.output import say, warn
 from rlhf_pipeline.errors import PipelineError
 
-HELP = "list the pipelines that can be run"
+HELP = "list the available pipelines"
 DETAILS = """\
 examples:
   rlhf-pipeline list
-  rlhf-pipeline list my_task.py          the definitions in a file of yours"""
+  rlhf-pipeline list my_task.py          the definitions in your own file"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

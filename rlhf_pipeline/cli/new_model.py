@@ -12,11 +12,11 @@ from rlhf_pipeline.errors import MissingPathError, typed
 from rlhf_pipeline.policies.model_source import empty_folder, resolve_source
 from rlhf_pipeline.report.formatting import duration
 
-HELP = "make a small untrained model from a text file, or a model folder from a GGUF file"
+HELP = "create a small untrained model from a text file, or a model folder from a GGUF file"
 DETAILS = """\
-Trains a tokenizer on the text and writes a small untrained causal language model with it, as a
-checkpoint folder that transformers loads. Or writes the model of a GGUF file as such a folder,
-dequantized to float32. Nothing is downloaded.
+Trains a tokenizer on the text and writes a small untrained causal language model with it, as a checkpoint folder that
+transformers can load. With --gguf, writes the model of a GGUF file as such a folder, dequantized to float32. Nothing is
+downloaded.
 
 example:
   rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
@@ -29,12 +29,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist")
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="FILE", help="the text that trains the tokenizer of an untrained model")
-    source.add_argument("--gguf", metavar="FILE", help="the GGUF file that holds the model; sizes and seed are its own")
-    command.add_argument("--vocab-size", type=positive, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    source.add_argument("--gguf", metavar="FILE", help="the GGUF file with the model; sizes and seed do not apply")
+    command.add_argument(
+        "--vocab-size", type=positive, default=4096, metavar="N", help="number of tokens (default: %(default)s)"
+    )
     command.add_argument("--hidden-size", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     command.add_argument("--num-layers", type=positive, default=4, metavar="N", help="(default: %(default)s)")
     command.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="seeds the weights (default: %(default)s)"
+        "--seed", type=natural, default=0, metavar="N", help="seed of the weights (default: %(default)s)"
     )
 
 

@@ -119,7 +119,7 @@ def open_standard_streams() -> None:
             mode = "r" if number == 0 else "w"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - for the process
     if closed:
-        warn("rlhf-pipeline: standard output is closed, so nothing is shown")
+        warn("rlhf-pipeline: standard output is closed, so nothing is printed")
 
 
 def leave_standard_output() -> None:

@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
             choices = [name.strip(" '") for name in wrong["known"].split(",")]
             what = "command" if wrong["where"] == "COMMAND" else f"value for {wrong['where']}"
             message = f"there is no {what} '{wrong['typed']}'.{did_you_mean(wrong['typed'], choices)}"
-        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what can be typed.\n")
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows all options.\n")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -142,7 +142,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         main.exit(0)
     if args.command is None:
         if unknown:
-            main.error(f"{unknown[0]} is not an option here. A command comes first, for example: rlhf-pipeline list")
+            main.error(
+                f"{unknown[0]} is not an option before a command. Start with a command, for example: rlhf-pipeline list"
+            )
         main.print_help()
         main.exit(0)
     if unknown:
@@ -152,7 +154,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _refuse(typed: str, command: Parser) -> NoReturn:
     if not typed.startswith("-"):
-        command.error(f"'{typed}' is one word too many. Put quotes around a path with spaces.")
+        command.error(f"'{typed}' is an unexpected argument. Quote paths that contain spaces.")
     name = typed.split("=", 1)[0]
     options = [option for action in options_of(command) for option in action.option_strings if option.startswith("--")]
     command.error(f"there is no option {name}.{did_you_mean(name, options)}")
@@ -174,7 +176,7 @@ def add_filter(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="only matching trajectories; may be given several times",
+        help="only matching trajectories; may be repeated",
     )
 
 
@@ -183,7 +185,7 @@ def add_skip_damaged(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--skip-damaged",
         action="store_true",
-        help="leave out, and count, trajectories that do not match their checksums (default: refuse them by name)",
+        help="skip and count trajectories that do not match their checksums (default: reject the store and list them)",
     )
 
 
@@ -196,8 +198,8 @@ def add_fields(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WHAT=NAME",
-        help="the field that holds the prompt, completion, messages, reward, ..., as a dotted path into nested ones; "
-        "none leaves it out, and reward may be a sum: accuracy+0.5*format; may be given several times",
+        help="the field with the prompt, completion, messages, reward, ..., as a dotted path for nested fields; "
+        "none ignores the field, and reward may be a sum: accuracy+0.5*format; may be repeated",
     )
 
 
@@ -222,21 +224,23 @@ def add_overrides(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="change one field of the definition (`rlhf-pipeline config` shows them); may be given several times",
+        help="change one field of the definition (`rlhf-pipeline config` shows them); may be repeated",
     )
 
 
 def add_trust(command: argparse.ArgumentParser) -> None:
     """Add `--trust`."""
     command.add_argument(
-        "--trust", action="store_true", help="execute the definition's code of a run that was not started here"
+        "--trust",
+        action="store_true",
+        help=("allow the definition's code of a run that was started elsewhere to be executed"),
     )
 
 
 def add_steps(command: argparse.ArgumentParser) -> None:
     """Add `--steps`."""
     command.add_argument(
-        "--steps", type=positive, metavar="N", help="optimizer steps at most; same as --set learn.steps=N"
+        "--steps", type=positive, metavar="N", help="maximum number of optimizer steps; same as --set learn.steps=N"
     )
 
 
@@ -246,20 +250,22 @@ def add_watching(command: argparse.ArgumentParser) -> None:
         "--progress-timeout",
         type=seconds,
         metavar="S",
-        help="end a process, with exit code 3, that takes more than S seconds for one rollout or step; with "
-        "--collectors it is started again (default: never)",
+        help="end a process that takes more than S seconds for one rollout or step, with exit code 3; with "
+        "--collectors it is restarted (default: never)",
     )
     command.add_argument(
         "--metrics-port",
         type=positive,
         metavar="PORT",
-        help="serve state, alarms and figures as Prometheus text at http://HOST:PORT/metrics (extra: prometheus)",
+        help="export state, alarms and metrics as Prometheus text at http://HOST:PORT/metrics (extra: prometheus)",
     )
     command.add_argument(
         "--metrics-host",
         default="localhost",
         metavar="HOST",
-        help="the address to serve them at; 0.0.0.0 for all addresses of this machine (default: %(default)s)",
+        help=(
+            "the address on which metrics are served; 0.0.0.0 for all addresses of this machine (default: %(default)s)"
+        ),
     )
 
 
@@ -269,11 +275,11 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
         "definition",
         nargs="?",
         metavar="NAME|FILE.py[:function]",
-        help="a built-in pipeline or your own; may be left out if the run exists",
+        help="a built-in pipeline or your own; optional if the run exists",
     )
     command.add_argument("--run", required=True, metavar="DIR", help="the run folder; created if missing")
     command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
-    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's device, or cpu)")
     add_overrides(command)
     add_trust(command)
     add_watching(command)
@@ -298,7 +304,7 @@ def _whole_path(file: re.Match[str]) -> str:
 def natural(text: str) -> int:
     """Read a whole number from 0 up."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
     return int(text)
 
 
@@ -312,7 +318,7 @@ def positive(text: str) -> int:
     """Read a whole number from 1 up."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return number
 
 

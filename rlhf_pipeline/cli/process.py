@@ -71,9 +71,9 @@ def conduct(
             finished = work()
     except KeyboardInterrupt:
         if run.joins == "collect":
-            view.say(f"stopped at once; another collector takes over the rollout, or type: {run.again}")
+            view.say(f"stopped immediately; another collector takes over the rollout, or run: {run.again}")
         elif run.resume or is_run(run.run_dir):
-            view.say(f"stopped at once. Continue from the last checkpoint: {run.again}")
+            view.say(f"stopped immediately. Continue from the last checkpoint: {run.again}")
         else:
             view.say("stopped before the run began; nothing was written.")
         return stopped_code(signals)

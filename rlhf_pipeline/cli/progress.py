@@ -83,7 +83,7 @@ class RunView:
     def _started(self, event: RunStarted) -> None:
         self._step_at = self._clock()
         where = f"{count(event.num_parameters, 'parameter')}, {count(event.total_steps, 'step')} at most"
-        again = f", going on after step {event.first_step}" if event.first_step else ""
+        again = f", continuing after step {event.first_step}" if event.first_step else ""
         self.say(f"{event.run_dir}: {where}{again}. Ctrl-C stops after a step and saves.")
         if self._live and self._screen is None and isinstance(event.run_dir, Path):
             from rlhf_pipeline.cli.live import Screen
@@ -142,7 +142,7 @@ class RunView:
         if self._notice_counts[kind] > allowed:
             return
         is_last = event.level == "warning" and self._notice_counts[kind] == allowed
-        more = f" (more like this go to {self._log_name} only)" if is_last else ""
+        more = f" (further notices of this kind are only written to {self._log_name})" if is_last else ""
         self.say(f"{'warning' if event.level == 'warning' else 'note'}: {event.message}{more}")
 
     def _fields(self, event: StepDone) -> list[str]:

@@ -15,11 +15,11 @@ def commands_page() -> Iterator[str]:
     """Yield docs/commands.md: every command with its options and examples, as argparse has them."""
     yield "# Commands"
     yield ""
-    yield "Every command of `rlhf-pipeline`, printed from the options that it reads:"
+    yield "This page describes every command of `rlhf-pipeline`. It is generated from the options of the commands:"
     yield "`rlhf-pipeline config commands --markdown > docs/commands.md`. Each also has `--help`, and `--debug`, which"
-    yield "shows the traceback of an error. The exit code is 0 for success, 1 for a finding (damage, a difference, a"
-    yield "problem), 2 for what the user can put right, 3 for a failure that a retry may overcome, and 130, 143 or 129"
-    yield "for a run that was stopped by SIGINT, SIGTERM or SIGHUP and saved."
+    yield "shows the traceback of an error. The exit code is 0 for success, 1 for a finding (corruption, a difference,"
+    yield "a problem), 2 for an error that the user can correct, 3 for a failure that a retry may overcome, and 130,"
+    yield "143 or 129 for a run that was stopped by SIGINT, SIGTERM or SIGHUP and saved."
     for name, command in build_parser()[1].items():
         yield from ("", f"## {name}", "", command.description or "", "", "```text", *_usage(command), "```", "")
         yield from ("| argument | meaning |", "|---|---|")
@@ -56,11 +56,11 @@ def errors_page() -> Iterator[str]:
 
     yield "# Errors"
     yield ""
-    yield "Every error that is raised on purpose, printed from the classes:"
-    yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. Its message names the value seen, its place, and"
-    yield "the next command or setting. Each class is also a standard error, so `except ValueError` works. A"
-    yield "command prints the message and ends with code 2; `--debug` shows the traceback. What to do about the most"
-    yield "frequent ones: [troubleshooting.md](troubleshooting.md)."
+    yield "This page lists every error class of the packages. It is generated from the classes:"
+    yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. A message reports the value, its location,"
+    yield "and the next command or setting. Each class is also a standard error, so `except ValueError` works. A"
+    yield "command prints the message and exits with code 2; `--debug` shows the traceback. For the most frequent"
+    yield "errors, see [troubleshooting.md](troubleshooting.md)."
     for title, module, root in (
         ("Of the pipeline", of_pipeline, of_pipeline.PipelineError),
         ("Of the store", of_store, of_store.StoreError),

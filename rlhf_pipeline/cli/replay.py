@@ -34,9 +34,9 @@ DETAILS = """\
 Learns from the trajectories of stores and runs, without sampling. They are copied into a new run folder,
 which has all files of a run; missing log-probs and advantages are computed first.
 
-A single RUN is replayed with its own definition, seed and order, and compared with the result: on a CPU
-loss, reward, gradient norm and weights are the same, bit for bit. For a STORE the definition is
-`offline_replay`, or that of --definition. Filters are those of `export`.
+A single RUN is replayed with its definition, seed and order, and compared with the result: on a CPU loss, reward,
+gradient norm and weights are bitwise equal. For a STORE the definition is `offline_replay`, or that of --definition.
+Filters are those of `export`.
 
 examples:
   rlhf-pipeline replay runs/copy_digits                     the same learning curve, from the store alone
@@ -54,11 +54,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--definition",
         metavar="NAME|FILE.py[:function]",
-        help="the definition (default: that of the first RUN, otherwise offline_replay)",
+        help="the definition (default: the definition of the first RUN, otherwise offline_replay)",
     )
     command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
     add_steps(command)
-    command.add_argument("--epochs", type=above_zero, metavar="E", help="stop when each was used E times on average")
+    command.add_argument(
+        "--epochs", type=above_zero, metavar="E", help=("stop when each trajectory was used E times on average")
+    )
     command.add_argument(
         "--weight",
         dest="weights",
@@ -70,9 +72,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add_filter(command)
     add_skip_damaged(command)
-    command.add_argument("--seed", type=natural, metavar="N", help="seeds weights and batches (default: the run's)")
-    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's, or cpu)")
-    command.add_argument("--resume", action="store_true", help="continue a replay that stopped")
+    command.add_argument(
+        "--seed", type=natural, metavar="N", help=("seed of weights and batches (default: the run's seed)")
+    )
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's device, or cpu)")
+    command.add_argument("--resume", action="store_true", help="continue a stopped replay")
     add_overrides(command)
     add_trust(command)
     command.add_argument(
@@ -105,13 +109,13 @@ def execute(args: argparse.Namespace) -> int:
 def _check_rerun(args: argparse.Namespace) -> None:
     """Refuse options that conflict with `--from-step`, which takes everything from the run."""
     if len(args.paths) != 1:
-        raise DefinitionError("--from-step repeats the steps of one run; name one run.")
+        raise DefinitionError("--from-step repeats the steps of one run; give exactly one run.")
     values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}
     values |= {"--filter": args.filters, "--set": args.overrides, "--seed": args.seed, "--resume": args.resume}
     typed = [name for name, value in values.items() if value not in (None, False, [])]
     if typed:
         raise DefinitionError(
-            f"{typed[0]} does not go with --from-step, which repeats the recorded steps. Leave one of them out."
+            f"{typed[0]} cannot be combined with --from-step, which repeats the recorded steps. Omit one of them."
         )
 
 
@@ -135,7 +139,7 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
 
     plan = rerun.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
     before = plan.first - 1 - plan.start
-    lead = f", after taking {count(before, 'step')} before it again" if before else ""
+    lead = f", after repeating {count(before, 'step')} before it" if before else ""
     say(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
     say(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
     bad, inexact = 0, 0
@@ -145,11 +149,11 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
         say(f"{repeated.step:>6}  {repeated.num_trajectories:>12,}  {losses}  {_verdict(repeated)}")
     total = count(plan.last - plan.first + 1, "step")
     if bad:
-        say(f"{bad} of {total} did not come out as recorded. {_advice(run)}")
+        say(f"{bad} of {total} different from the record. {_advice(run)}")
     elif inexact:
-        say(f"{total} came out as recorded, {inexact} of them up to rounding.")
+        say(f"{total} equal to the record, {inexact} of them up to rounding.")
     else:
-        say(f"{total} came out as recorded, bit for bit.")
+        say(f"{total} equal to the record, bit for bit.")
     return 1 if bad else 0
 
 
@@ -176,10 +180,10 @@ def _advice(run: RunFolder) -> str:
 
     moved = list(moved_versions(run))
     if moved:
-        return f"Versions differ, and they may move the last bits: {'; '.join(moved)}."
+        return f"Versions differ, which may change the last bits: {'; '.join(moved)}."
     return (
-        "The versions are the recorded ones. Another processor or another number of threads (OMP_NUM_THREADS) moves "
-        "the last bits; larger differences mean that the store, the ledger or a checkpoint has changed: "
+        "The versions are the recorded ones. Another processor or another number of threads (OMP_NUM_THREADS) "
+        "changes the last bits; larger differences mean that the store, the ledger or a checkpoint has changed: "
         "`rlhf-pipeline verify` checks them."
     )
 
@@ -259,7 +263,7 @@ def _what_was_changed(run: RunFolder, request: Run) -> str | None:
 def _why_not_exact(run: RunFolder) -> str | None:
     """Return why a run cannot be expected to repeat bit for bit, or None if it can."""
     if any(row.get("processes", 1) != 1 for row in run.metrics):
-        return "several processes took its steps, and add gradients up in another order."
+        return "several processes took its steps, and sum gradients in another order."
     if not run.config.device.startswith("cpu"):
         return f"it ran on {run.config.device}, where results are not reproducible bit for bit."
     return None

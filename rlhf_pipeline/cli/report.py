@@ -8,17 +8,17 @@ from pathlib import Path
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.errors import MissingPathError, typed
 
-HELP = "write report.html of a run again: the pages of `view` in one file"
+HELP = "rewrite report.html of a run: the pages of `view` in one file"
 DETAILS = """\
 examples:
   rlhf-pipeline report runs/copy_digits
-  rlhf-pipeline report runs/copy_digits --out copy_digits.html      for a run that can only be read"""
+  rlhf-pipeline report runs/copy_digits --out copy_digits.html      for a read-only run folder"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN")
-    command.add_argument("--out", metavar="FILE.html", help="the page (default: RUN/report.html)")
+    command.add_argument("--out", metavar="FILE.html", help="the output file (default: RUN/report.html)")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -29,13 +29,11 @@ def execute(args: argparse.Namespace) -> int:
     run, store_path = open_run_or_store(args.path)
     if run is None:
         raise MissingPathError(
-            f"{store_path} is a store alone; a report needs the run around it. "
-            f"`rlhf-pipeline inspect {typed(store_path)}` works."
+            f"{store_path} is a store without a run; a report needs a run. `rlhf-pipeline inspect "
+            f"{typed(store_path)}` works."
         )
     target = Path(args.out).expanduser() if args.out else None
     if target is not None and not target.parent.is_dir():
-        raise MissingPathError(
-            f"there is no folder {target.parent} for {target.name}. Make it first, or leave --out out."
-        )
+        raise MissingPathError(f"there is no folder {target.parent} for {target.name}. Create it first, or omit --out.")
     say(str(write_report(run, target)))
     return 0

@@ -71,13 +71,12 @@ def _recorded(
     run = RunFolder.open(out)
     config = run.config
     if args.seed is not None and args.seed != config.seed:
-        otherwise = "choose another --run" if "joins" in more else "leave --resume out and choose another --out"
+        otherwise = "choose another --run" if "joins" in more else "omit --resume and choose another --out"
         raise RunMismatchError(
-            f"{out} was started with seed {config.seed}, not {args.seed}. Leave --seed out to continue it, "
-            f"or {otherwise}."
+            f"{out} was started with seed {config.seed}, not {args.seed}. Omit --seed to continue it, or {otherwise}."
         )
     form = "--definition FILE.py:function" if args.command == "replay" else "FILE.py:function"
-    moved = f"name its new place: rlhf-pipeline {args.command} {form} {place} {typed(out)}"
+    moved = f"give its new path: rlhf-pipeline {args.command} {form} {place} {typed(out)}"
     definition = definition_of(run, definition_name, trust=args.trust, moved=moved)
     merged = _merged(with_copied_inputs(run, config.overrides), overrides)
     return _new_run(args, definition, merged, out, seed=config.seed, device=config.device, resume=True, **more)
@@ -93,7 +92,7 @@ def _joining(args: argparse.Namespace) -> Run:
         return _recorded(args, out, definition_name, "--run", _overrides(args), **more)
     if definition_name is None:
         example = f"rlhf-pipeline {args.command} long_running --run {typed(args.run)}"
-        raise DefinitionError(f"{out} is not a run yet, so say what to run, for example: {example}")
+        raise DefinitionError(f"{out} is not a run yet, so a definition is required, for example: {example}")
     return _new_run(args, definitions.find(definition_name), _overrides(args), out, **more)
 
 
@@ -105,7 +104,7 @@ def _wait_for_run(out: Address) -> None:
             raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
         if not reported:
             example = f"rlhf-pipeline collect long_running --run {typed(out)}"
-            warn(f"{out} is not a run yet; waiting for a collector to begin it, for example: {example}")
+            warn(f"{out} is not a run yet; waiting for a collector to create it, for example: {example}")
             reported = True
         time.sleep(_POLL_S)
 
@@ -113,10 +112,12 @@ def _wait_for_run(out: Address) -> None:
 def _new(args: argparse.Namespace) -> Run:
     definition_name = args.definition
     if definition_name is None:
-        raise DefinitionError("name what to run, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)")
+        raise DefinitionError(
+            "a definition is required, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)"
+        )
     if is_run(address_of(definition_name)):
         again = f"rlhf-pipeline run {typed(definition_name)} --resume"
-        raise DefinitionError(f"{definition_name} is a run, not a definition. Go on with it: {again}")
+        raise DefinitionError(f"{definition_name} is a run, not a definition. Continue it: {again}")
     definition = definitions.find(definition_name)
     out = address_of(args.out) if args.out else Path("runs") / definition.function
     command = _command(args, definition_name, out=args.out)
@@ -126,9 +127,9 @@ def _new(args: argparse.Namespace) -> Run:
 def _branched(args: argparse.Namespace) -> Run:
     """Return a run from the checkpoint of another one, and make its folder."""
     if args.resume:
-        raise DefinitionError("--from begins a run and --resume continues one: leave one of them out.")
+        raise DefinitionError("--from begins a run and --resume continues one: omit one of them.")
     source, checkpoint = checkpoint_named(args.begin_from)
-    moved = "name its new place before --from: rlhf-pipeline run FILE.py:function --from RUN"
+    moved = "give its new path before --from: rlhf-pipeline run FILE.py:function --from RUN"
     run = _new_run(
         args,
         definition_of(source, args.definition, trust=args.trust, moved=moved),
@@ -153,7 +154,7 @@ def _resumed(args: argparse.Namespace) -> Run:
     elif definition_name is not None:
         out = Path("runs") / definitions.find(definition_name).function
     else:
-        raise DefinitionError("name the run to continue: rlhf-pipeline run --resume --out runs/NAME")
+        raise DefinitionError("give the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     folder = RunFolder(out)
     check_free_or_recorded(folder, resume=True)
     command = _command(args, definition_name, out=out if args.out or definition_name is None else None)
@@ -167,7 +168,7 @@ def _resumed_replay(args: argparse.Namespace) -> Run:
     out = _replay_folder(args)
     if args.paths and not is_run(out):
         raise MissingPathError(
-            f"there is no replay to go on with at {out}. Start it: leave --resume out. Or name its folder: --out DIR."
+            f"there is no replay to continue at {out}. Omit --resume to start it, or give its folder: --out DIR."
         )
     check_free_or_recorded(RunFolder(out), resume=True)
     overrides, command = _typed_for_replay(args), _replay_command(args)
@@ -176,7 +177,7 @@ def _resumed_replay(args: argparse.Namespace) -> Run:
 
 def _new_replay(args: argparse.Namespace) -> Run:
     if not args.paths:
-        raise DefinitionError("name what to learn from, for example: rlhf-pipeline replay runs/copy_digits")
+        raise DefinitionError("give the stores to learn from, for example: rlhf-pipeline replay runs/copy_digits")
     for path in args.paths:
         open_run_or_store(path)  # raises an error that names what is there instead
     first, overrides, recorded = address_of(args.paths[0]), (), {}
@@ -229,7 +230,7 @@ def _replay_folder(args: argparse.Namespace) -> Address:
     if args.out:
         return address_of(args.out)
     if not args.paths:
-        raise DefinitionError("name the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
+        raise DefinitionError("give the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
     first = address_of(args.paths[0])
     place = run_of_store(first) or (first.absolute() if isinstance(first, Path) else first)
     return Path("runs") / f"{str(place).rpartition('/')[2]}-replay"

@@ -40,37 +40,46 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "definition",
         nargs="?",
         metavar="NAME|FILE.py[:function]",
-        help="a built-in pipeline or your own; may be left out with --resume --out DIR",
+        help="a built-in pipeline or your own; optional with --resume --out DIR",
     )
     command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME)")
     command.add_argument(
-        "--seed", type=natural, metavar="N", help="seeds weights, prompts and completions (default: 0)"
+        "--seed", type=natural, metavar="N", help="seed of weights, prompts and completions (default: 0)"
     )
     add_steps(command)
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
-    command.add_argument("--resume", action="store_true", help="continue a run that stopped")
+    command.add_argument("--resume", action="store_true", help="continue a stopped run")
     command.add_argument(
         "--from",
         dest="begin_from",
         metavar="RUN[@STEP]",
-        help="begin a new run with the weights and the optimizer of a checkpoint (default: its newest)",
+        help="begin a new run with the weights and the optimizer of a checkpoint (default: the newest)",
     )
     add_overrides(command)
     add_trust(command)
     add_watching(command)
     processes = command.add_argument_group("collectors and learner in separate processes (docs/long_running.md)")
     processes.add_argument(
-        "--collectors", type=positive, metavar="N", help="supervise N collectors and a learner; restart any that die"
+        "--collectors",
+        type=positive,
+        metavar="N",
+        help=("supervise N collectors and a learner, and restart processes that die"),
     )
     processes.add_argument(
-        "--learners", type=positive, metavar="M", help="processes that share each step of the learner (default: 1)"
+        "--learners",
+        type=positive,
+        metavar="M",
+        help=("number of processes that share each step of the learner (default: 1)"),
     )
     processes.add_argument(
         "--ray",
         nargs="?",
         const="local",
         metavar="ADDRESS",
-        help="place them with Ray: an address, auto for this machine's cluster, or no value for a new local one",
+        help=(
+            "place the processes with Ray: an address, auto for this machine's cluster, or no value for a new local "
+            "cluster"
+        ),
     )
     processes.add_argument(
         "--collector-gpus",
@@ -83,14 +92,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=positive,
         default=5,
         metavar="N",
-        help="give up when a process fails N times in a row without a step in between (default: %(default)s)",
+        help="stop when a process fails N consecutive times without a step in between (default: %(default)s)",
     )
     processes.add_argument(
         "--hang-timeout",
         type=seconds,
         default=60.0,
         metavar="S",
-        help="kill a process that is frozen for S seconds (default: %(default)g)",
+        help="kill a process that has been frozen for S seconds (default: %(default)g)",
     )
 
 
@@ -106,11 +115,11 @@ def execute(args: argparse.Namespace) -> int:
     processes = run.supervised
     if processes is None:
         if args.ray is not None:
-            raise DefinitionError(f"--ray places the processes of a run: say how many. {run.again} --collectors 2")
+            raise DefinitionError(f"--ray places the processes of a run: give their number. {run.again} --collectors 2")
         if args.learners is not None:
             raise DefinitionError(
-                f"--learners goes with collectors in processes of their own: {run.again} --collectors 1. Or start the "
-                "run in one process and share its steps with torchrun, see docs/learner.md."
+                f"--learners needs collectors in separate processes: {run.again} --collectors 1. Or start the run "
+                "in one process and share its steps with torchrun, see docs/learner.md."
             )
         return conduct(run, "starting", args=args)
     learners = "a learner" if processes.learners == 1 else f"{processes.learners} learners"

@@ -36,7 +36,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     which.add_argument("--group", type=natural, metavar="G", help="all trajectories of this group")
     which.add_argument("--last", type=positive, metavar="N", help="the newest N trajectories")
     which.add_argument("--step", type=positive, metavar="S", help="the trajectories that optimizer step S learned from")
-    command.add_argument("--tokenizer", metavar="FOLDER", help="spells the tokens of a store that has no run around it")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="decodes the tokens of a store without a run")
     command.add_argument("--full", action="store_true", help="show every token of every trajectory")
     add_json(command)
 
@@ -83,10 +83,10 @@ def execute(args: argparse.Namespace) -> int:
 def _nothing(view: View, step: Answer) -> str:
     """Return why there is nothing to show."""
     if step.get("num"):
-        return f"none of the {step['num']} trajectories of step {step['step']} is in the store any more (evicted)."
+        return f"none of the {step['num']} trajectories of step {step['step']} is still in the store (evicted)."
     if step:
         why = ", ".join(f"{num:,} {name.replace('_', ' ')}" for name, num in step["left_out"].items())
         return f"step {step['step']} took no trajectory" + (
             f"; left out: {why}." if why else ": none was young enough."
         )
-    return f"{view.stored.path} holds no trajectories."
+    return f"{view.stored.path} has no trajectories."

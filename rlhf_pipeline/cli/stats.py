@@ -52,7 +52,7 @@ def lines(counts: Answer) -> Iterator[str]:
     of = f" of {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "") if sizes else ""
     yield _row("trajectories", f"{counts['trajectories']:,} in {count(counts['groups'], 'group')}{of}")
     prompts = counts["prompt_tokens"]
-    where = "; where prompts end is not stored (num_prompt_tokens)"
+    where = "; the ends of prompts are not stored (num_prompt_tokens)"
     token_words = (where, "") if prompts is None else (" of completions", f"{prompts:,} of prompts, ")
     yield _row("tokens", f"{token_words[1]}{counts['completion_tokens']:,}{token_words[0]}")
     if counts["unknown_masks"]:

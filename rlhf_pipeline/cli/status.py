@@ -11,7 +11,7 @@ from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_json
 from rlhf_pipeline.errors import DefinitionError
 
-HELP = "report what a run does now: processes, waits, disk, alarms"
+HELP = "report the state of a run: processes, waits, disk, alarms"
 DETAILS = """\
 examples:
   rlhf-pipeline status runs/copy_digits
@@ -20,21 +20,21 @@ examples:
   rlhf-pipeline status runs/mine --check --process learner
   rlhf-pipeline status s3://bucket/run --check --process learner --local       for a liveness probe
 
-Alarms have a severity. `page`: nothing runs before the end, the run is incomplete, a process is frozen, failed or gone,
-no step for long, no space. `note`: failed trajectories, no gradients although the task is not solved, a day of space.
-The exit code is 1 if there is an alarm of severity `page`."""
+Alarms have a severity. `page`: the run has stopped before its end or is incomplete, a process is frozen, failing or
+gone, no step for a long time, no disk space. `note`: failed trajectories, no gradients although the task is not solved,
+disk space for less than a day. The exit code is 1 if there is an alarm of severity `page`."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN")
     command.add_argument(
-        "--check", action="store_true", help="print the alarms and nothing else; `healthy` if none is a `page`"
+        "--check", action="store_true", help="print only the alarms, or `healthy` if none has the severity `page`"
     )
     command.add_argument(
         "--process",
         metavar="NAME",
-        help="check one process only, `learner` or `collector-3`, as a probe beside it does",
+        help="check only one process, `learner` or `collector-3`, for a probe",
     )
     command.add_argument(
         "--local",

@@ -86,7 +86,7 @@ def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
 def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = False) -> str:
     """Return the result of a replay: `50 steps (21 s) on 3,824 trajectories of 1 store; 0.84 uses of each`."""
     if finished.reason == "interrupted" and not run.metrics:
-        return f"stopped while it gathered: {count(finished.num_trajectories, 'trajectory')} are in its store"
+        return f"stopped while gathering: {count(finished.num_trajectories, 'trajectory')} are in its store"
     since = " since it was resumed" if resumed else ""
     why = "stopped and saved: " if finished.reason == "interrupted" else ""
     steps = f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{since})"
@@ -101,7 +101,7 @@ def next_commands(finished: RunFinished, request: Run) -> list[tuple[str, str]]:
     folder = typed(finished.run_dir)
     more = {
         "interrupted": (f"{request.again}", "continue where it stopped"),
-        "steps": (f"{request.again} --steps {2 * finished.steps}", "continue for as many steps again"),
+        "steps": (f"{request.again} --steps {2 * finished.steps}", "continue for the same number of steps"),
         "target": (f"{request.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
     looks = [(f"rlhf-pipeline view {folder}", "look at it in a browser")] if finished.num_trajectories else []

@@ -45,9 +45,13 @@ appended to, evicted from and compacted meanwhile."""
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE")
-    command.add_argument("-n", "--num", type=natural, default=10, metavar="N", help="how many (default: %(default)s)")
-    command.add_argument("-f", "--follow", action="store_true", help="go on with what is new, until Ctrl-C")
-    command.add_argument("--plain", action="store_true", help="lines in a terminal as well")
+    command.add_argument(
+        "-n", "--num", type=natural, default=10, metavar="N", help="number of trajectories (default: %(default)s)"
+    )
+    command.add_argument(
+        "-f", "--follow", action="store_true", help=("continue with new trajectories and steps, until Ctrl-C")
+    )
+    command.add_argument("--plain", action="store_true", help="print lines, also in a terminal")
     add_filter(command)
     add_json(command)
 
@@ -62,7 +66,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.rows import NewRows
 
     if args.json and args.follow:
-        raise DefinitionError("--json prints what is there now. Leave --follow out, or read metrics.jsonl.")
+        raise DefinitionError("--json prints the current rows. Omit --follow, or read metrics.jsonl.")
     address = address_of(args.path)
     steps_alone = args.follow and not args.filters and is_run(address)
     wait = _waiter(_POLL_S if isinstance(address, Path) else _POLL_URL_S)

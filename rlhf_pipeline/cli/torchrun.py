@@ -98,13 +98,13 @@ def import_torch(device: str) -> None:
         num_devices = torch.cuda.device_count()
         if int(index or 0) >= num_devices:
             device_text = (
-                f"torch sees {count(num_devices, 'CUDA device')}" if num_devices else "torch sees no CUDA device"
+                f"torch sees {count(num_devices, 'CUDA device')}" if num_devices else "torch detects no CUDA device"
             )
             raise DefinitionError(f"--device {device}: {device_text}. Use --device cpu, or see `rlhf-pipeline doctor`.")
         if index:
             torch.cuda.set_device(device)  # else libraries' own calls, and pinned memory, take a context on the first
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise DefinitionError("--device mps: torch sees no Apple GPU here. Use --device cpu.")
+        raise DefinitionError("--device mps: torch detects no Apple GPU. Use --device cpu.")
 
 
 def _take_a_gpu(place: int, num_devices: int) -> None:

@@ -7,17 +7,17 @@ import argparse
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.report.formatting import count
 
-HELP = "check a run or a store for damage"
+HELP = "check a run or a store for corruption"
 DETAILS = """\
 Compares every checksum: of the store, and of a run's ledger, metrics, checkpoints, rollouts and published
 weights. For a run, also checks that these parts agree, that each trajectory in the ledger is in the store,
-and that no step is missing. The run may be active meanwhile. Exit code 1 if something is damaged.
+and that no step is missing. The run may be active. Exit code 1 if a part is corrupted or missing.
 
 examples:
   rlhf-pipeline verify runs/copy_digits
   rlhf-pipeline verify runs/copy_digits/store
-  rlhf-pipeline verify runs/copy_digits/store --accept-loss          of all that it names
-  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    of the commits that hold these trajectories"""
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss          all reported trajectories
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    the commits of these trajectories"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -28,8 +28,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         nargs="*",
         type=int,
         metavar="ID",
-        help="record that the damaged trajectories of the store, or the named ones, are lost: no problem from then on, "
-        "and served again if their files are put back",
+        help="record that the corrupted trajectories of the store, or the given ones, are lost: they are no longer "
+        "reported as a problem, and are read again if their files are restored",
     )
 
 

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _WAIT_S: Final = 2.0
 
-HELP = "look at runs, stores or rollout files in a browser, live"
+HELP = "view runs, stores or rollout files in a browser, live"
 DETAILS = """\
 examples:
   rlhf-pipeline view runs/copy_digits
   rlhf-pipeline view runs/a runs/b                 compare runs: curves, differing settings
   rlhf-pipeline view runs/mine/store
-  rlhf-pipeline view rollouts.jsonl                what `import` reads; nothing is kept
+  rlhf-pipeline view rollouts.jsonl                every format of `import`; keeps no store
   rlhf-pipeline view outputs/                      a folder into which a trainer writes: followed while it runs
-  rlhf-pipeline view outputs/ --store kept/        the same, and the rows stay in a store
+  rlhf-pipeline view outputs/ --store kept/        the same, and keeps the rows in a store
   rlhf-pipeline view 'outputs/*.parquet' dump.zip  patterns, archives, folders of files
   rlhf-pipeline view chats.jsonl --field prompt=question --field completion=answer
 
@@ -43,14 +43,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("paths", nargs="+", metavar="RUN|STORE|FILE|FOLDER")
     add_fields(command)
     command.add_argument(
-        "--tokenizer", metavar="FOLDER", help="of stores alone, and of files that hold text only (default: characters)"
+        "--tokenizer",
+        metavar="FOLDER",
+        help=("the tokenizer of a store without a run, or of files that contain only text (default: characters)"),
     )
     command.add_argument(
         "--store",
         metavar="DIR",
-        help="keep what is imported from one folder or file in this store (default: a temporary one)",
+        help="keep the rows imported from one folder or file in this store (default: a temporary store)",
     )
-    command.add_argument("--port", type=natural, metavar="N", help="the port (default: any free one)")
+    command.add_argument("--port", type=natural, metavar="N", help="the port (default: any free port)")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -58,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.view.server import HOST, listen, serve
 
     if args.store is not None and (len(args.paths) > 1 or not _are_rollouts(args.paths[0])):
-        raise DefinitionError("--store keeps the rows of one folder or file of rollouts. Name that alone.")
+        raise DefinitionError("--store keeps the rows of one folder or file of rollouts. Give exactly one.")
     with ExitStack() as stack:
         views = [_opened(path, args, stack) for path in args.paths]
         for view, name in zip(views, distinct_names(args.paths), strict=True):
@@ -66,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
         try:
             bound = stack.enter_context(listen(args.port))
         except OSError as error:
-            raise DefinitionError(f"port {args.port} is taken ({error.strerror}). Leave --port out.") from error
+            raise DefinitionError(f"port {args.port} is not available ({error.strerror}). Omit --port.") from error
         key = secrets.token_urlsafe(24)
         say(f"open http://{HOST}:{bound.getsockname()[1]}/?key={key}\nCtrl-C ends it.")
         serve(views, bound, key)
@@ -99,7 +101,7 @@ def _opened(path: str, args: argparse.Namespace, stack: ExitStack) -> View:
     tokenizer, fields = args.tokenizer, dict(args.fields)
     if not _are_rollouts(path):
         if fields:
-            raise DefinitionError(f"--field names fields of files, and {path} is none.")
+            raise DefinitionError(f"--field maps fields of files, and {path} is not a file of rollouts.")
         view = View(path, tokenizer=tokenizer)
     else:
         spelling = tokenizer if tokenizer is not None and Path(tokenizer).expanduser().is_dir() else None  # not a hub's
@@ -132,7 +134,7 @@ def _followed(folder: Path, store: Path, options: Mapping[str, Any]) -> Iterator
                 stop=leave.is_set,
                 wait=pause,
                 on_vanished=lambda file: say(
-                    f"NOTICE: {file} is gone; rows written since it was last read are unknown"
+                    f"NOTICE: {file} was removed; rows written after it was last read are unknown"
                 ),
                 **options,
             )
@@ -193,7 +195,7 @@ def _imported(
                 _say_notices(report)
                 return store, options
         if not file.is_dir():
-            raise DefinitionError(f"{typed(file)} has no rollouts that can be read.")
+            raise DefinitionError(f"{typed(file)} has no readable rollouts.")
         say(f"waiting for rollouts in {typed(file)}; Ctrl-C ends it")
         time.sleep(_WAIT_S)
 
@@ -208,8 +210,8 @@ def _say_notices(report: ImportReport) -> None:
     for file in report.files:
         if file.num_assumed_one_turn:
             say(
-                f"NOTICE: {file.path}: of {count(file.num_assumed_one_turn, 'text')} the file does not tell which "
-                "words the policy sampled and which an environment said, so none is marked as sampled."
+                f"NOTICE: {file.path}: of {count(file.num_assumed_one_turn, 'text')} the file does not record which "
+                "text the policy sampled and which came from an environment, so no token is marked as sampled."
             )
         if "+" in file.about.partition("reward=")[2].partition(",")[0]:
             say(

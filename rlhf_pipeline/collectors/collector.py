@@ -110,7 +110,7 @@ class Collector:
         retrieve: the write path's `RetrieveLogProb`, to score completions as they end, while others are being sampled;
             only with a `CausalLMPolicy`, and a reference that is a model of its own. None scores on the write path.
         environment: answers the policy's turns; see `rlhf_pipeline.environments`. None samples one turn.
-        temperature: in place of the config's; 0 takes the most probable token.
+        temperature: in place of the config's; sampling temperature; 0 selects the most probable token.
         marks: columns that are the same for every trajectory, such as `evaluation`.
         same_tasks: the prompts repeat after so many, and with them the seeds of their environments' tasks, whatever the
             run's seed: an evaluation. None gives each group a task of its own.
@@ -204,7 +204,7 @@ class Collector:
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
-                "groups. A batch is a rollout: give both the same number."
+                "groups. A batch is a rollout: set both to the same number."
             )
 
     def collect(
@@ -471,8 +471,8 @@ class Collector:
         if by is not None and say is not None and not np.isfinite(steered).any():
             reward_names = ", ".join(self._reward_values(grades)) or "none"
             say(
-                f"rollout {rollout}: collect.dynamic_by is {by!r}, and no trajectory has a reward or component of that "
-                f"name, so no group has spread; there are: {reward_names}."
+                f"rollout {rollout}: collect.dynamic_by is {by!r}, but no trajectory has a reward or component with "
+                f"that name, so no group has spread; the names are: {reward_names}."
             )
         return Round(prompts=prompts, cursors=cursors, rows=rows, grades=grades, steered=steered)
 
@@ -600,9 +600,9 @@ class Collector:
         )
         if completions.aborted is not None:
             raise EngineError(
-                f"the engine {self.policy.engine.name} aborted {int(completions.aborted.sum())} of {len(completions)} "
-                "completions of this rollout; none of it was stored. Did another client of the engine stop them? Type "
-                "the same command with --resume: the rollout is sampled again."
+                f"the engine {self.policy.engine.name} aborted {int(completions.aborted.sum())} of "
+                f"{len(completions)} completions of this rollout; none of it was stored. Did another client of the "
+                "engine cancel them? Repeat the command with --resume: the rollout is sampled again."
             )
         return completions
 
@@ -675,15 +675,15 @@ class Collector:
 
 def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | None) -> None:
     """Refuse what sees several conversations at once where each is stored as it ends."""
-    why = "the environment has effects outside itself, so each conversation is graded and stored as it ends"
+    why = "the environment has external effects, so each conversation is graded and stored when it ends"
     if any(form.batched for form in grader.forms):
-        raise DefinitionError(f"{why}; a reward function of a whole group cannot be used. Give one of a completion.")
+        raise DefinitionError(f"{why}; a batched reward function cannot be used. Use a function of one completion.")
     if config.retries:
         raise DefinitionError(f"{why}; collect.retries={config.retries} would repeat its effects. Set it to 0.")
     if config.dynamic > 1:
-        raise DefinitionError(f"{why}; collect.dynamic={config.dynamic} leaves out whole groups. Set it to 1.")
+        raise DefinitionError(f"{why}; collect.dynamic={config.dynamic} discards groups. Set it to 1.")
     if kl_reward is not None and not isinstance(kl_reward.controller, ConstantKLController):
-        raise DefinitionError(f"{why}; write.kl_target steers by whole rollouts. Set it to None.")
+        raise DefinitionError(f"{why}; write.kl_target needs complete rollouts. Set it to None.")
 
 
 def _say_notices(engine: Engine | None, say: Callable[[str], None] | None) -> None:

@@ -297,7 +297,7 @@ class Conversations:
         self.stops = StopStrings(policy.tokenizer, config.stop) if config.stop else None
         self.conversations: list[Conversation] = []
         late = config.step_timeout_s
-        self._late = "" if late is None else f"no answer after {late:g} s (collect.step_timeout_s)"
+        self._late = "" if late is None else f"no reply after {late:g} s (collect.step_timeout_s)"
         self._in_place = Limit(1)
         """Calls that are made one after the other, in one thread, while sampling waits."""
         self._in_place_s = 0.0
@@ -375,9 +375,9 @@ class Conversations:
                 aborted = sum(row.aborted for row in rows)
                 if aborted and not self._may_retry:
                     raise EngineError(
-                        f"the engine {self.policy.engine.name} aborted {aborted} of {len(rows)} conversations of this "
-                        "rollout; none of it was stored. Did another client of the engine stop them? Type the same "
-                        "command with --resume: the rollout is sampled again."
+                        f"the engine {self.policy.engine.name} aborted {aborted} of {len(rows)} conversations of "
+                        "this rollout; none of it was stored. Did another client of the engine cancel them? Repeat "
+                        "the command with --resume: the rollout is sampled again."
                     )
             left = [place for place in left if _is_to_retry(newest[place])]
             if not left:
@@ -396,8 +396,8 @@ class Conversations:
         if self._in_place_s > max(_LONG_S, taken_s / 2):
             process_runtime().notice(
                 f"the environment took {self._in_place_s:.0f} of the {taken_s:.0f} s of a rollout, one conversation "
-                "after the other. If its objects may be used in several threads, set `parallel = True` on the class: "
-                "its calls then run side by side (docs/environments.md).",
+                "after the other. If its objects may be used in several threads, set `parallel = True` on the "
+                "class: its calls then run concurrently (docs/environments.md).",
                 once="slow steps in place",
             )
 
@@ -486,8 +486,8 @@ class Conversations:
                 for place in good
             ):
                 raise DefinitionError(
-                    f"reset shows members of the group of prompt {int(cursors[index])} different things, and a group "
-                    "compares answers to one: let it depend on the prompt and the seed alone."
+                    f"reset returns different inputs for members of the group of prompt {int(cursors[index])}, but "
+                    "a group compares answers to the same input: let it depend only on the prompt and the seed."
                 )
             begun: tuple[Any, _First] | None = None
             for place in group:
@@ -581,13 +581,13 @@ class Conversations:
         as_chat = self.as_chat or not isinstance(observation, str)
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if not any(message["content"].strip() for message in messages):
-            raise DataError("reset shows nothing: its text is empty, and the policy cannot answer that.")
+            raise DataError("reset returned empty text, so the policy has no input.")
         schemas = tools.schemas or None
         ids = encode_prompt(self.policy.tokenizer, observation, as_chat=as_chat, tools=schemas, template=self.template)
         if len(ids) >= most:
             raise DataError(
-                f"what reset shows has {len(ids)} tokens, and a row has {most}: nothing can follow. Raise "
-                "collect.max_row_tokens, or leave the prompt out."
+                f"the text of reset has {len(ids)} tokens and a row at most {most}, so no completion fits. Raise "
+                "collect.max_row_tokens, or skip the prompt."
             )
         return _First(messages=messages, ids=ids, as_chat=as_chat, tools=tools, variant=variant, is_other=is_other)
 
@@ -725,7 +725,9 @@ class Conversations:
                 if step.row is not None and (
                     step.row >= len(conversation.rows) or not conversation.rows[step.row].turns
                 ):
-                    raise ValueError(f"the step names row {step.row} of an episode of {len(conversation.rows)} rows")
+                    raise ValueError(
+                        f"the step refers to row {step.row} of an episode of {len(conversation.rows)} rows"
+                    )
                 conversation.outcome_row = step.row
             elif conversation.num_turns >= self.config.max_turns:
                 conversation.finish_reason = TURNS
@@ -744,7 +746,7 @@ class Conversations:
         declared = self._kind_of(conversation.prompt).rewards
         undeclared = [name for name in gains if declared is not None and name not in declared]
         if undeclared:
-            raise ValueError(f"the reward {undeclared[0]!r} is none of those that the environment declares: {declared}")
+            raise ValueError(f"the reward {undeclared[0]!r} is not declared by the environment: {declared}")
         conversation.gain(gains)
 
     def _next_input(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
@@ -777,9 +779,9 @@ class Conversations:
         if match.is_edited:
             conversation.edited_histories += 1
             process_runtime().notice(
-                "a history contains a turn of the policy in another form than it was returned (other text, even a "
-                "space, or other messages before it). It begins a new row of the episode, in which that turn is read "
-                "as text. `edited_histories` in meta counts these.",
+                "a history contains a changed turn of the policy (other text, even a space, or other messages "
+                "before it). It begins a new row of the episode, in which that turn is encoded as text. "
+                "`edited_histories` in meta counts these.",
                 once="edited history",
             )
         turn = match.place
@@ -960,7 +962,7 @@ class Conversations:
                 conversation.fallback_replies += 1
                 process_runtime().notice(
                     f"{name_of(self.policy.tokenizer)} has no place for a tool's reply to a malformed call: such "
-                    f"replies are sent as messages of the user, and counted as fallback_replies in `meta` ({refusal}).",
+                    f"replies are sent as user messages, and counted as fallback_replies in `meta` ({refusal}).",
                     once="fallback replies",
                 )
             return ids, sent
@@ -1045,7 +1047,7 @@ def _readable(observation: Any) -> Any:
         return observation
     if isinstance(observation, Step):
         if observation.history is None:
-            raise TypeError("what reset returned is Step, without a history; it must be text or a list of messages")
+            raise TypeError("reset returned a Step without a history; it must return text or a list of messages")
         return checked(observation)
     return checked_messages(observation, "what reset returned")
 

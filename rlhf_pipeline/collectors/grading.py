@@ -307,7 +307,7 @@ class Grading:
             if stop is not None and stop() and self._open:
                 stop_at = min(stop_at, time.monotonic() + _GRACE_S)
                 if time.monotonic() >= stop_at:
-                    raise StopAskedError(f"a request to stop came while {self._waited_for()} ran")
+                    raise StopAskedError(f"a stop was requested while {self._waited_for()} was running")
         by_place: dict[int, dict[int, _Graded]] = {}
         for call in self._calls.values():
             for place in call.places:
@@ -440,13 +440,13 @@ def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None
     if not broken[0].by and broken[0].broken:
         raise RewardError(
             f"the environment failed in all {len(broken)} conversations; the first with {broken[0].error}. This "
-            "rollout was not stored; it will be sampled again, token for token. Fix the environment, then type the "
-            "same command with --resume."
+            "rollout was not stored; it will be sampled again, token for token. Fix the environment, then repeat "
+            "the command with --resume."
         )
     reward = next((reward for reward in rewards if reward.label == broken[0].by), rewards[0])
     name = getattr(reward.function, "__qualname__", reward.label)
     raise RewardError(
-        f"all {len(broken)} calls of the reward function {name} failed; the first with {broken[0].error}. "
-        "This rollout was not stored; it will be sampled again, token for token. "
-        "Fix the function, then type the same command with --resume."
+        f"all {len(broken)} calls of the reward function {name} failed; the first with {broken[0].error}. This "
+        "rollout was not stored; it will be sampled again, token for token. Fix the function, then repeat the "
+        "command with --resume."
     )

@@ -68,7 +68,7 @@ def episode_bounds(rows: Trajectories) -> list[int]:
     in_turn = bounds[-1] == rows.n and alike.all() and (position == np.arange(rows.n) - starts).all()
     if not in_turn or (EPISODE_ID in rows and (np.diff(rows.numbers(EPISODE_ID))[~last[:-1]] != 0).any()):
         raise DataError(
-            f"the {rows.n} rows are not whole episodes: {EPISODE_ROW} {position[:8].tolist()} and {EPISODE_SIZE} "
+            f"the {rows.n} rows are not complete episodes: {EPISODE_ROW} {position[:8].tolist()} and {EPISODE_SIZE} "
             f"{size[:8].tolist()}. Pass all rows of an episode in one call, one after the other."
         )
     return bounds
@@ -132,8 +132,8 @@ def _check(store: StoreReads, row_ids: Ints, place: Ints, ids: Ints) -> None:
         lacking = int(np.flatnonzero(~is_stored)[0])
         episodes = store.read_scalars(str(EPISODE_ID), ids)
         raise DataError(
-            f"row {int(row_ids[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, and an "
-            "episode is learned from with all of its rows. Look for damage: rlhf-pipeline verify"
+            f"row {int(row_ids[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, but an "
+            "episode is only learned from with all of its rows. Check the store: rlhf-pipeline verify"
         )
 
 

@@ -60,7 +60,7 @@ _STARTS: dict[bytes, Container | str] = {
     b"\xff\xfe": "text in UTF-16",
     b"\xfe\xff": "text in UTF-16",
     b"%PDF": "a PDF",
-    b"version https://git-lfs": "the pointer of a Git LFS file that was never fetched (git lfs pull)",
+    b"version https://git-lfs": "the pointer of a Git LFS file that was not downloaded (git lfs pull)",
 }
 _ABSENT = object()
 
@@ -204,7 +204,7 @@ def _container_of(path: Path, container: Container | None) -> Container:
 def _in_folder(folder: Path) -> list[SourceFile]:
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
-        raise DefinitionError(f"{folder} holds several splits. Name one: {folder / (splits[0] if splits else 'train')}")
+        raise DefinitionError(f"{folder} has several splits. Choose one: {folder / (splits[0] if splits else 'train')}")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return [SourceFile(folder, "hf")]
     files = [
@@ -217,8 +217,8 @@ def _in_folder(folder: Path) -> list[SourceFile]:
     ] or [path for path in folder.iterdir() if re.search(r"\.json(\.gz|\.zst)?$", path.name.lower())]
     if not files:
         raise DefinitionError(
-            f"{folder} is no saved data set, and holds no .jsonl, .csv, .parquet or .arrow files. Name the files "
-            "themselves."
+            f"{folder} is not a saved data set and contains no .jsonl, .csv, .parquet or .arrow files. Give the "
+            "paths of the files."
         )
     return [SourceFile(path, _container_of(path, None)) for path in sorted(files, key=natural)]
 
@@ -292,18 +292,18 @@ def _json_lines(path: Path, growing: bool) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except RecursionError:
-                yield number, DataError(f"{path}:{number}: this line is nested too deeply to be read.")
+                yield number, DataError(f"{path}:{number}: this line is nested too deeply.")
             except ValueError as error:
                 if growing and not line.endswith(b"\n"):
                     return
-                torn = "" if line.endswith(b"\n") else " It has no line break: its writer may still be at work."
+                torn = "" if line.endswith(b"\n") else " It has no line break: its writer may still be writing it."
                 excerpt = line.strip()[:60].decode("utf-8", "replace")
                 show = f"sed -n {number}p {typed(path)}"
                 yield (
                     number,
                     DataError(
                         f"{path}:{number}: this line is not JSON ({error}): {excerpt!r}.{torn} Fix or delete it; "
-                        f"`{show}` shows it whole."
+                        f"`{show}` prints the complete line."
                     ),
                 )
 
@@ -324,7 +324,7 @@ def _csv_rows(source: SourceFile, growing: bool) -> Iterator[tuple[int, dict[str
                 number, before = before + 1, rows.line_num
                 if None in row or None in row.values():
                     width = len(rows.fieldnames or ())
-                    raise DataError(f"{path}:{number}: this row has not {width} columns, as the first line has.")
+                    raise DataError(f"{path}:{number}: this row does not have {width} columns like the first line.")
                 yield number, dict(row)
         except (csv.Error, UnicodeDecodeError) as error:
             if growing and "unexpected end of data" in str(error):

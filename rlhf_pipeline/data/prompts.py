@@ -98,8 +98,8 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
         raise
     except (IndexError, StopIteration) as error:
         raise DefinitionError(
-            f"prompts: {name} has no prompt {at} ({type(error).__name__}: {error}). If it ends there, give it a method "
-            "__len__, and its prompts are taken epoch by epoch."
+            f"prompts: {name} has no prompt {at} ({type(error).__name__}: {error}). If the source is finite, give "
+            "it a method __len__; its prompts are then used epoch by epoch."
         ) from error
     except Exception as error:
         raise DefinitionError(
@@ -162,7 +162,7 @@ class NoPrompts:
         Raises:
             DefinitionError: always.
         """
-        raise DefinitionError(f"there is no prompt {cursor} (seed {seed}): the definition learns from stores alone.")
+        raise DefinitionError(f"there is no prompt {cursor} (seed {seed}): the definition learns only from stores.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +193,7 @@ class CopyDigits(Settings):
     True
     """
 
-    num_digits: int = setting(4, min=1, help="How many digits to copy.")
+    num_digits: int = setting(4, min=1, help="Number of digits to copy.")
     as_chat: bool = setting(False, help="Always false: the prompt is raw text.")
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
@@ -235,7 +235,7 @@ Skip = Literal["too_long", "empty", "no_answer"]
 
 @dataclass(frozen=True, slots=True)
 class Prompts(Settings):
-    """Prompts from files, or from rows in memory: each row has a question or chat messages, and perhaps an answer.
+    """Prompts from files, or from rows in memory: each row has a question or chat messages, and optionally an answer.
 
     The defaults read GSM8K's `train.jsonl`. Everything is read once and checked completely before the first rollout, so
     a bad row stops the run at the start, not after a day. Fields are named as they are, or by a dotted path
@@ -251,35 +251,35 @@ class Prompts(Settings):
 
     path: str = setting(
         "",
-        help="A file, a folder or a pattern: JSON lines, a JSON array, CSV, Parquet, Arrow, these in gzip, or a data "
-        "set that `datasets` saved. Relative paths are taken from the working directory.",
+        help="A file, a folder or a pattern: JSON lines, a JSON array, CSV, Parquet, Arrow, these in gzip, or a "
+        "data set that `datasets` saved. Relative paths are relative to the working directory.",
     )
     _: KW_ONLY
     rows: RowsInMemory | Iterable[Mapping[str, Any]] | None = setting(
         None, help="Rows in memory instead of a path: a list of dicts, or a data set of `datasets`. Only in Python."
     )
-    prompt_field: str = setting("question", help="The field that holds the prompt: text, or a list of chat messages.")
+    prompt_field: str = setting("question", help="The field with the prompt: text, or a list of chat messages.")
     answer_field: str | None = setting(
-        "answer", help="The field that holds the reference answer, any JSON value; none if there is none."
+        "answer", help="The field with the reference answer, any JSON value; none if the data has no answers."
     )
     meta_fields: tuple[str, ...] | None = setting(
-        None, help="The columns that reach the reward as `meta`; None for all but prompt and answer."
+        None, help="The columns that are passed to the reward as `meta`; None for all except prompt and answer."
     )
     system: str | None = setting(
-        None, help="A system message, put before every prompt that has none of its own. Needs a chat template."
+        None, help="A system message, inserted before every prompt that has no system message. Needs a chat template."
     )
-    shuffle: bool = setting(True, help="Shuffle the rows anew in every epoch; false takes them in their order.")
-    as_chat: bool = setting(True, help="Put the prompt through the tokenizer's chat template, where it has one.")
+    shuffle: bool = setting(True, help="Shuffle the rows again in every epoch; false keeps their order.")
+    as_chat: bool = setting(True, help="Apply the tokenizer's chat template to the prompt, if it has one.")
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help='Arguments of the chat template, for example `{"enable_thinking": false}`.'
     )
     skip: tuple[Skip, ...] | Skip = setting(
         (),
-        help="Rows to leave out, and count, instead of refusing them: `too_long` (no room in the model's context, or "
-        "more than `max_prompt_tokens`), `empty` (no text), `no_answer` (missing or null).",
+        help="Rows to skip and count instead of rejecting them: `too_long` (longer than the model's context allows, "
+        "or than `max_prompt_tokens`), `empty` (no text), `no_answer` (missing or null).",
     )
     max_prompt_tokens: int | None = setting(
-        None, min=1, help="The longest prompt in tokens; None for what fits in the model's context."
+        None, min=1, help="The maximum length of a prompt in tokens; None for the limit of the model's context."
     )
     limit: int | None = setting(None, min=1, help="Use only the first `limit` rows.")
 
@@ -374,7 +374,7 @@ class ChosenPrompts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curriculum(Settings):
-    """How the weights of a mixture follow the success that a run has stored.
+    """How the weights of a mixture are adjusted to the success rates that a run has stored.
 
     Every `every` rollouts, each weight is recomputed from those rollouts: the mixture's own weight times
     `least + (1 - least) * 4 p (1 - p)`, the mean over the source's groups, where `p` is the share of a group's members
@@ -388,11 +388,17 @@ class Curriculum(Settings):
     every: int = setting(min=1, help="Rollouts between two changes of the weights.")
     by: str | None = setting(
         None,
-        help="The reward or component, by name, that says whether a completion is right; None is the whole reward.",
+        help=(
+            "The name of the reward or component that determines whether a completion is right; None is the total "
+            "reward."
+        ),
     )
-    success_at: float = setting(1.0, help="Its value from which on a completion counts as right.")
+    success_at: float = setting(1.0, help="The minimum value of a right completion.")
     least: float = setting(
-        0.1, above=0, max=1, help="The share of its weight that a source keeps whose prompts are all solved, or none."
+        0.1,
+        above=0,
+        max=1,
+        help=("The share of its weight that a source keeps if all of its prompts are solved, or none of them."),
     )
 
     def weight(self, base: float, success: Sequence[float]) -> float:
@@ -408,7 +414,7 @@ class Curriculum(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Settings):
-    """Several sources at once, each with a weight: of every run of prompts, each source has its share.
+    """Several sources with weights: each source contributes its share of every run of prompts.
 
     Which source gives prompt number `cursor` depends on the weights alone, and which of its prompts on the seed and on
     how many it gave before; so a mixture resumes as its sources do, and no source waits for another one's epoch.
@@ -424,9 +430,9 @@ class Mix(Settings):
     """
 
     sources: tuple[PromptSource, ...] = setting(help="The sources of prompts.")
-    weights: tuple[float, ...] = setting((), above=0, help="A weight per source; none for equal ones.")
+    weights: tuple[float, ...] = setting((), above=0, help="A weight per source; none for equal weights.")
     curriculum: Curriculum | None = setting(
-        None, help="Change the weights by the success that is stored, see `Curriculum`; none keeps them."
+        None, help="Adjust the weights to the stored success rates, see `Curriculum`; none keeps them constant."
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -437,9 +443,9 @@ class Mix(Settings):
             (len(self.sources) > 0, "there are no sources."),
             (
                 len(self.weights) in (0, len(self.sources)),
-                f"{len(self.weights)} weights for {len(self.sources)} sources; give one each, or none.",
+                f"{len(self.weights)} weights for {len(self.sources)} sources; give one weight per source, or none.",
             ),
-            (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; they must agree."),
+            (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; they must be equal."),
         ]
 
     @property
@@ -517,7 +523,7 @@ def json_value(value: object, where: str) -> JsonValue:
     """
     if isinstance(value, str):
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise DataError(f"{where} holds half of a surrogate pair, which is not text.")
+            raise DataError(f"{where} contains half of a surrogate pair, which is not text.")
         return str(value)
     if value is None or isinstance(value, (bool, int)):
         return value
@@ -577,7 +583,7 @@ class _Reading:
         except MissingPathError as error:
             raise MissingPathError(
                 f"there is no prompt file at {self.path}: {error} Point the definition at one, for example: --set "
-                "prompts.path=FOLDER/train.jsonl. A data set on a hub is read once it was saved: "
+                "prompts.path=FOLDER/train.jsonl. Save a data set from a hub to disk first: "
                 "datasets.load_dataset(NAME, split='train').save_to_disk(FOLDER)"
             ) from error
         for source in sources:
@@ -606,8 +612,8 @@ def _read(reading: _Reading) -> _Read:
         else:
             skipped[rule] = skipped.get(rule, 0) + 1
     if not prompts:
-        gone = "".join(f" {count:,} rows were left out by skip={rule}." for rule, count in skipped.items())
-        raise DataError(f"{reading.path or 'rows'} holds no prompts with a field '{reading.prompt_field}'.{gone}")
+        gone = "".join(f" {count:,} rows were skipped by skip={rule}." for rule, count in skipped.items())
+        raise DataError(f"{reading.path or 'rows'} has no prompts with a field '{reading.prompt_field}'.{gone}")
     return _Read(tuple(prompts), skipped, tuple(sorted({name for prompt in prompts for name in prompt.meta})))
 
 
@@ -621,7 +627,8 @@ def _prompt_of(
         return "empty", None
     if blank and value not in ("", []):
         raise DataError(
-            f"{where}: field '{reading.prompt_field}': the prompt is only space. Leave such rows out: skip=\"empty\"."
+            f"{where}: field '{reading.prompt_field}': the prompt is empty or white space. Skip such rows: "
+            'skip="empty".'
         )
     answer = None
     if reading.answer_field is not None:
@@ -665,8 +672,8 @@ def _sentence(error: str, reading: _Reading, meta_fields: Sequence[str]) -> str:
     if error.startswith("meta "):
         others = ",".join(name for name in meta_fields if not error.startswith(f"meta {name!r}"))
         return (
-            f"field {error.removeprefix('meta ')} Name the columns that rewards read, without this one: "
-            f"--set prompts.meta_fields={others}"
+            f"field {error.removeprefix('meta ')} List the columns that rewards read, without this one: --set "
+            f"prompts.meta_fields={others}"
         )
     field_name = reading.answer_field if error.startswith("answer") else reading.prompt_field
     return f"field '{field_name}': {error}"
@@ -689,7 +696,7 @@ def _listed(messages: object) -> Sequence[object]:
     last = listed[-1]
     if isinstance(last, Mapping) and cast("Message", last).get("role") == "assistant":
         raise DataError(
-            "the last message is the assistant's, and a completion answers a user's or a tool's. Leave it out."
+            "the last message is from the assistant, but a completion responds to a user or a tool. Remove it."
         )
     return listed
 

@@ -131,7 +131,7 @@ class Matches:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise DefinitionError(f"Matches.pattern {self.pattern!r} is no regular expression: {error}.") from error
+            raise DefinitionError(f"Matches.pattern {self.pattern!r} is not a regular expression: {error}.") from error
 
     def __call__(self, completion: str) -> float:
         """Return 1.0 or 0.0."""
@@ -282,7 +282,7 @@ class Reward:
         if isinstance(self.function, str):
             object.__setattr__(self, "function", EnvironmentReward(name=self.function))
         if not callable(self.function):
-            raise DefinitionError(f"Reward: {self.function!r} is no function.")
+            raise DefinitionError(f"Reward: {self.function!r} is not a function.")
         if isinstance(self.weight, bool) or not isinstance(self.weight, (int, float)) or not abs(self.weight) < LARGEST:
             raise DefinitionError(f"Reward.weight is {self.weight!r}; it must be a finite number.")
         if self.name is not None and (not _COLUMN.match(self.name) or self.name == "trusted"):
@@ -320,7 +320,9 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
     rewards = [function if isinstance(function, Reward) else Reward(function) for function in many]
     labels = [r.name for r in rewards if r.name is not None]
     if len(set(labels)) < len(labels):
-        raise DefinitionError(f"two rewards have one name: {', '.join(labels)}. Give each Reward(..., name=) its own.")
+        raise DefinitionError(
+            f"two rewards have the same name: {', '.join(labels)}. Set a different Reward(..., name=) for each."
+        )
     labelled: list[Reward] = []
     for unlabelled in rewards:
         label, number = unlabelled.label, 1

@@ -148,7 +148,7 @@ def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...])
         if entry.keys() != entries[0].keys():
             odd = sorted(map(str, entry.keys() ^ entries[0].keys()))
             names = ", ".join(repr((*prefix, name)) if prefix else repr(name) for name in odd)
-            raise DataError(f"trajectory {i} of {len(entries)} and trajectory 0 do not hold the same keys: {names}")
+            raise DataError(f"trajectory {i} of {len(entries)} and trajectory 0 do not have the same keys: {names}")
 
 
 def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Tensor] | None = None) -> Flat | Text:
@@ -422,8 +422,8 @@ def _flattened(td: TensorDictBase) -> TensorDictBase:
         done = row[-1].get(DONE, None) if row else None
         if done is not None and len(rows) > 1 and not bool(done.any()):
             raise IncompleteError(
-                f"the last trajectory of row {i} of {len(rows)} is not complete: its last step has no {DONE!r}. Pass "
-                "whole trajectories, so that nothing is lost."
+                f"the last trajectory of row {i} of {len(rows)} is not complete: its last step has no {DONE!r}. "
+                "Pass complete trajectories, so that nothing is lost."
             )
     return lazy_stack([step for row in rows for step in row])  # pyright: ignore[reportReturnType]
 

@@ -321,8 +321,8 @@ def _check_plain(items: Iterable[Any], key: Key) -> None:
             _check_plain([*item.keys(), *item.values()], key)
         elif item is not None and not isinstance(item, (str, int, float, bool, bytes, Tensor)):
             raise DataError(
-                f"a pending trajectory holds a {type(item).__name__} under {key!r}, which a checkpoint cannot "
-                "carry; store JSON text instead"
+                f"a pending trajectory has a {type(item).__name__} under {key!r}, which a checkpoint cannot "
+                "contain; store JSON text instead"
             )
 
 
@@ -338,8 +338,8 @@ def merge_steps(columns: Trajectories) -> Trajectories:
     if not last.numel() or int(last[-1]) != columns.n - 1:
         first = int(last[-1]) + 1 if last.numel() else 0
         raise IncompleteError(
-            f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no {DONE!r}. "
-            "Write whole trajectories, so that nothing is lost."
+            f"the last trajectory is not complete: steps {first} to {columns.n - 1} of {columns.n} have no "
+            f"{DONE!r}. Write complete trajectories, so that nothing is lost."
         )
     return _merge(columns, last)
 
@@ -453,9 +453,9 @@ def one_advantage(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     last = values[last_position(mask, lengths)]
     if not bool(values.isclose(last.repeat_interleave(lengths), equal_nan=True)[mask].all()):
         raise DataError(
-            "the advantage differs between the tokens of a trajectory, and the store keeps one for all of them. Make "
-            "the store with a schema whose column 'advantage' is ragged, or let MCAdvantage form one return per "
-            "trajectory: trajectory_return='sum'"
+            "the advantage differs between the tokens of a trajectory, but the store has one advantage per "
+            "trajectory. Create the store with a schema whose column 'advantage' is ragged, or let MCAdvantage form "
+            "one return per trajectory: trajectory_return='sum'"
         )
     return last
 

@@ -142,7 +142,7 @@ class ProgramConversation:
         """Return a turn to the program, and return the conversation of its next request, or the rewards."""
         program, sample = self._program, self._sample
         if program is None or sample is None:
-            raise RuntimeError("no request waits for this turn")
+            raise RuntimeError("no request is waiting for this turn")
         calls = [
             {"id": call["id"], "function": {"name": call["name"], "arguments": call["arguments"]}}
             for call in turn.tool_calls
@@ -162,8 +162,8 @@ class ProgramConversation:
             return Step(done=True)
         if self.session.num_repeats:
             process_runtime().notice(
-                "an agent program sent a request again that was equal to an earlier one, and received the same "
-                "response, as a retry does. For another sample, set `n` or `seed`, or "
+                "an agent program repeated an earlier request and received the same response, because equal requests "
+                "are retries. For another sample, set `n` or `seed`, or "
                 'AgentProgram(run, repeats="sample").',
                 once="repeated requests",
             )

@@ -194,9 +194,9 @@ def parse(body: bytes) -> ChatRequest:
     try:
         fields = json.loads(body)
     except ValueError as error:
-        raise ChatError(f"the body is no JSON: {error}") from error
+        raise ChatError(f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ChatError("the body is no JSON object")
+        raise ChatError("the body is not a JSON object")
     present = {name: value for name, value in cast("dict[str, Any]", fields).items() if value is not None}
     for name, value in present.items():
         parameter = _BY_NAME.get(name)
@@ -244,7 +244,7 @@ def _message(message: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
     """Return one message; a tool's gets the name of the call that it answers."""
     role = "system" if message["role"] == "developer" else message["role"]
     if role not in ROLES:
-        raise ValueError(f"the role {message['role']!r:.40} is none of {', '.join(sorted(ROLES))}, developer")
+        raise ValueError(f"the role {message['role']!r:.40} is not one of {', '.join(sorted(ROLES))}, developer")
     parsed: dict[str, Any] = {"role": role, "content": message["content"]}
     if message.get("tool_calls"):
         parsed["tool_calls"] = [_call(call) for call in message["tool_calls"]]

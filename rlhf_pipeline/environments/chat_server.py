@@ -103,8 +103,8 @@ class ChatSession:
             num_bytes = size + sum(pending.size for pending in self._open)
             if num_samples > MOST_WAITING or num_bytes > MOST_BYTES:
                 raise ChatError(
-                    f"{num_samples} samples of this conversation would wait, and {num_bytes} bytes; at most "
-                    f"{MOST_WAITING} and {MOST_BYTES} may. Send fewer requests at the same time.",
+                    f"{num_samples} samples and {num_bytes} bytes of this conversation would be queued; the limits "
+                    f"are {MOST_WAITING} and {MOST_BYTES}. Send fewer requests at the same time.",
                     code="too_many_requests",
                     status=429,
                 )

@@ -151,8 +151,8 @@ def tools_of(environment: Callable[[], Any] | None) -> list[Any]:
     tools: Any = getattr(environment, "tools", None) or ()
     if not isinstance(tools, Iterable) or isinstance(tools, (str, bytes)):
         raise DefinitionError(
-            f"an environment's `tools` is a {type(tools).__name__}; it must be a list of functions or JSON schemas. A "
-            "method that computes the list is written as a property of the class that makes environments."
+            f"an environment's `tools` is a {type(tools).__name__}; it must be a list of functions or JSON schemas. "
+            "If the list is computed, make it a property of the class."
             if callable(tools)
             else f"an environment's `tools` is {tools!r:.60}; it must be a list of functions or JSON schemas."
         )
@@ -178,7 +178,9 @@ def checked(step: object) -> Step:
         raise TypeError(f"done is {step.done!r:.60}; it must be True or False")
     reply = step.reply if isinstance(step.reply, str) else checked_messages(step.reply, "the reply")
     if step.history is not None and (len(reply) or step.row is not None):
-        raise TypeError("a step has a history and a reply or a row; a history contains all messages, the reply too")
+        raise TypeError(
+            "a step has a history and also a reply or a row; a history contains all messages, including the reply"
+        )
     if step.row is not None and (not isinstance(step.row, int) or step.row < 0):
         raise TypeError(f"row is {step.row!r:.60}; it must be the number of a row of the episode, from 0")
     return Step(

@@ -66,14 +66,14 @@ class Environments:
         name = prompt.meta.get(self.column)
         if name not in self.makers:
             raise DefinitionError(
-                f"a prompt has {self.column}={name!r}, and the environments are {', '.join(self.makers)}. Give each "
+                f"a prompt has {self.column}={name!r}, but the environments are {', '.join(self.makers)}. Give each "
                 f"prompt's data a column {self.column!r} with one of these."
             )
         return cast(str, name)
 
     def __call__(self) -> Environment:
         """Refuse: which one is made depends on the prompt."""
-        raise DefinitionError("which of several environments is made depends on the prompt.")
+        raise DefinitionError("the environment depends on the prompt.")
 
 
 class Factory:
@@ -126,7 +126,7 @@ def maker_of(environment: Any) -> Maker:
         return Environments(cast("Mapping[str, Any]", environment))
     if not callable(environment):
         raise DefinitionError(
-            f"environment is {type(environment).__name__}; give the class itself, a function that returns a new "
+            f"environment is {type(environment).__name__}; pass the class, a function that returns a new "
             "environment for each conversation, or a dict of these by name."
         )
     if inspect.isclass(environment) and not hasattr(environment, "step"):

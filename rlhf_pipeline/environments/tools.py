@@ -74,7 +74,7 @@ class Tools:
         self.told = (*ARGUMENT_ERRORS, *told)
         for function in functions:
             if not callable(function) or not inspect.getdoc(function):
-                raise DefinitionError(f"Tools: {_name(function)} needs a docstring that says what it does.")
+                raise DefinitionError(f"Tools: {_name(function)} needs a docstring that describes it.")
 
     @property
     def tools(self) -> list[Callable[..., Any]]:

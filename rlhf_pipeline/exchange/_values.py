@@ -71,8 +71,8 @@ def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
     unknown_fields = [str(name) for name in row if name not in schema]
     if unknown_fields:
         raise DataError(
-            f"the exported store has no columns {', '.join(unknown_fields)}. Remove these fields, or put the list of "
-            "columns that the export wrote, FILE.schema.json, beside the file."
+            f"the exported store has no columns {', '.join(unknown_fields)}. Remove these fields, or copy the list "
+            "of columns that the export wrote, FILE.schema.json, to the folder of the file."
         )
     columns: dict[str, Any] = {}
     for column in schema:
@@ -80,7 +80,7 @@ def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 columns[column.name] = _value(column, row[column.name])
             except (TypeError, ValueError, OverflowError) as error:
-                raise DataError(f"column '{column.name}' does not hold {column.dtype}: {error}") from error
+                raise DataError(f"column '{column.name}' is not {column.dtype}: {error}") from error
         elif not column.optional:
             raise DataError(f"there is no field '{column.name}', which every row of the store has.")
     return columns
@@ -93,7 +93,7 @@ def _value(column: Column, json_value: Any) -> Any:
                 raise ValueError("it is neither bytes nor Base64")
             return base64.b64decode(json_value, validate=True) if isinstance(json_value, str) else json_value
         if not isinstance(json_value, str):
-            raise ValueError("it is no text")
+            raise ValueError("it is not text")
         return json_value
     array = np.asarray(json_value)
     if column.np_dtype.kind == "f" and array.dtype.kind not in "biuf":
@@ -102,7 +102,7 @@ def _value(column: Column, json_value: Any) -> Any:
         array = array.reshape(-1, *column.shape) if not array.size else array
     if array.shape[column.axis is not None :] != column.shape or array.dtype.kind not in "biuf":
         raise ValueError(
-            "it is no number" if column.axis is None else f"it is no list of numbers of shape {column.shape}"
+            "it is not a number" if column.axis is None else f"it is not a list of numbers of shape {column.shape}"
         )
     if array.dtype == column.np_dtype:
         return array

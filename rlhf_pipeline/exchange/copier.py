@@ -43,7 +43,10 @@ def copy_store(
         StoreError: the store cannot be read, its trajectories were evicted meanwhile, or the disk is full.
     """
     if "://" in str(to):
-        raise DefinitionError(f"a copy goes into a folder, and {to} is none: it could not appear whole. --to FOLDER")
+        raise DefinitionError(
+            f"the target of a copy must be a folder, and {to} is not one: a copy at a URL would not be atomic. --to "
+            "FOLDER"
+        )
     target = Path(to).expanduser()
     check_absent(target)
     with chosen(store, filters, skip_damaged=skip_damaged) as (opened, ids, left_out):

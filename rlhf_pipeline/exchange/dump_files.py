@@ -151,7 +151,7 @@ def _matching(path: Path) -> list[Path]:
     folder = Path(*path.parts[:at]) if at else Path()
     files = [item for item in folder.glob(str(Path(*path.parts[at:]))) if item.is_file()]
     if not files:
-        raise MissingPathError(f"no file fits the pattern {path}.")
+        raise MissingPathError(f"no file matches the pattern {path}.")
     return sorted(files, key=natural)
 
 
@@ -178,7 +178,7 @@ def _in_folder(folder: Path, scratch: Path) -> list[DumpCandidate]:
     files = rollout_files(folder)
     if not files:
         raise DefinitionError(
-            f"{folder} and its folders: it holds no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files."
+            f"{folder} and its subfolders contain no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files."
         )
     return [DumpCandidate(dump, False) for file in files for dump in _of_file(file, None, scratch)]
 
@@ -215,7 +215,9 @@ def _members(archive_path: Path, path: Path, scratch: Path, depth: int = 1) -> l
         depth: the number of archives that contain these members.
     """
     if depth > _DEEPEST:
-        raise DefinitionError(f"{path} is nested in more than {_DEEPEST} archives. Unpack it and name the files.")
+        raise DefinitionError(
+            f"{path} is nested in more than {_DEEPEST} archives. Unpack it and give the paths of the files."
+        )
     with open_archive(archive_path) as archive:
         items = [item for item in archive.infolist() if not item.is_dir() and not _is_hidden(Path(item.filename))]
         lines = [item for item in items if re.search(_FILES, item.filename.lower())]
@@ -224,7 +226,7 @@ def _members(archive_path: Path, path: Path, scratch: Path, depth: int = 1) -> l
         chosen += [item for item in items if _TAR.search(item.filename.lower())]
         if sum(item.file_size for item in chosen) > _MOST_UNPACKED:
             raise DefinitionError(
-                f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB. Unpack it and name the files."
+                f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB. Unpack it and give the paths of the files."
             )
         if not chosen:
             raise DefinitionError(f"{path} contains no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files.")

@@ -91,13 +91,13 @@ def export_store(
     target = Path(to).expanduser()
     if target.name.endswith(_ATIF):
         if columns is not None:
-            raise DefinitionError("ATIF documents hold what ATIF has; leave out --columns.")
+            raise DefinitionError("the columns of ATIF documents are fixed; omit --columns.")
         selection = chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable)
         return _export_atif(selection, target, batch_rows, on_batch)
     kind = _KINDS.get(target.suffix.lower())
     if kind is None:
         endings = ", ".join((*(ending for ending in _KINDS if ending), *_ATIF))
-        raise DefinitionError(f"{target}: the ending is none of {endings}. A folder for a dataset has none.")
+        raise DefinitionError(f"{target}: the suffix is not one of {endings}. The folder of a dataset has no suffix.")
     beside = schema_beside(target, kind)
     check_absent(target, *([beside] if kind == "jsonl" else []))
     with chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable) as (opened, ids, left_out):

@@ -141,10 +141,11 @@ class Fields:
         is_certain = one_turn or not record_values.get("completion") or "completion_ids" in record_values
         if not (is_certain or self.one_turn or self.for_display):
             raise DefinitionError(
-                "the completions are text, and whether they hold words of an environment is not in the file. Say that "
-                "they are of one turn: --one-turn. Else export token ids with a mask of what was sampled"
+                "the completions are text, and the file does not record whether they contain text from an "
+                "environment. If each is a single turn, use --one-turn. Otherwise export token ids with a mask of "
+                "the sampled tokens"
             )
-        self.about["group"] = "rows in turn with one prompt" if group is None else group.how
+        self.about["group"] = "consecutive rows with one prompt" if group is None else group.how
         meta_fields = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))
         group_key = None if group is None else group.value
         about = {"one_turn": is_certain, "mask_known": is_certain or not self.for_display, **(flags or {})}
@@ -170,7 +171,7 @@ def part_of(row: Any, name: str) -> Mapping[str, Any]:
     """Return a field that holds fields itself; empty if it is not there."""
     nested = row.get(name) if isinstance(row, Mapping) else row
     if not isinstance(nested, Mapping | None):
-        raise DataError(f"field '{name}' must hold fields by name, got {excerpt(nested)}.")
+        raise DataError(f"field '{name}' must be an object with fields, got {excerpt(nested)}.")
     return nested or {}
 
 
@@ -189,7 +190,9 @@ def cut(whole: Mapping[str, DerivedField], *, length: int | None = None) -> dict
     length = sizes["tokens"] if length is None else length
     if len({*sizes.values()}) > 1 or not 0 <= length <= sizes["tokens"]:
         counted = ", ".join(f"{size} {name}" for name, size in sizes.items())
-        raise DataError(f"values per token are not one per token: {counted}, length {length}.")
+        raise DataError(
+            f"the number of values per token differs from the number of tokens: {counted}, length {length}."
+        )
     mask = as_mask(whole["completion_mask"].value, "completion_mask")[:length]
     start = mask.index(True) if any(mask) else length
     beside = {

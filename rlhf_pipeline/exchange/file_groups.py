@@ -11,8 +11,8 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from trajectory_store.recorder.raw_rollout import RawRollout
 
 _NAME = (
-    "Name the field that tells groups apart: --group FIELD (of the prompt, as a dotted path), or how many in turn are "
-    "one: --group 8"
+    "Give the field that identifies the group: --group FIELD (a dotted path of the prompt), or the number of "
+    "consecutive rows per group: --group 8"
 )
 
 
@@ -50,9 +50,9 @@ class FileGroups:
                 if self._checked and prompt_key in self._ungrouped_prompts:
                     fields = f" (the rows have {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
-                        "a prompt comes back after others, and no field says whether its rows are one group. "
-                        f"{_NAME}{fields}. If all rows of a prompt are one group: --group-by prompt. Or keep them so: "
-                        "--group none"
+                        "a prompt reappears after other prompts, and no field identifies its group. "
+                        f"{_NAME}{fields}. If all rows of a prompt are one group: --group-by prompt. To keep the "
+                        "groups as they are: --group none"
                     )
                 self._ungrouped_prompts.add(prompt_key)
                 self._last = (prompt_key, row)
@@ -61,8 +61,8 @@ class FileGroups:
         number, before = self._numbers.setdefault(_digest(key), (len(self._numbers), prompt_key))
         if self._checked and record.group is not None and record.one_prompt and before != prompt_key:
             raise DataError(
-                "the group of this trajectory has another prompt or version, so its members cannot be compared. If the "
-                "field that names groups is right all the same, name it: --group FIELD"
+                "the group of this trajectory has another prompt or version, so its members cannot be compared. If "
+                "the field that identifies groups is correct, confirm it: --group FIELD"
             )
         self._in_other_files |= record.across_files and record.identity is not None
         if self._checked and not self._by_prompt and record.by_prompt and not record.evaluation:
@@ -92,8 +92,8 @@ class FileGroups:
             return
         if self._checked and self.num_graded > 1 and len(self._learned) == self._num_learned:
             raise DefinitionError(
-                f"each of its {self._num_learned:,} trajectories is a group of its own, so none has another to be "
-                f"better than, and GRPO learns nothing. {_NAME}. Or keep them so: --group none"
+                f"each of its {self._num_learned:,} trajectories is a separate group, so no rewards can be "
+                f"compared, and GRPO learns nothing. {_NAME}. To keep the groups as they are: --group none"
             )
 
 

@@ -231,7 +231,7 @@ def import_files(
     group = field_paths.pop("group", None) if group is None else group
     check_targets(field_paths)
     if by_prompt and group is not None:
-        raise DefinitionError(f"a group cannot be all rows of a prompt and {group!r}, too. Leave one of them out.")
+        raise DefinitionError(f"--group-by prompt and {group!r} cannot be combined. Omit one of them.")
     how = _How(field_paths=field_paths, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
     how = replace(how, source=source, for_display=for_display, growing=growing)
     how = replace(how, settled=not growing if settled is None else settled)
@@ -399,7 +399,7 @@ def _as_written(fields: Fields, tool: Tool) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:  # whatever a row of foreign data may hold
         raise DataError(
-            f"this is not as the writer of {tool.summary} writes it ({type(error).__name__}: {error}). "
+            f"this row differs from the format of {tool.summary} ({type(error).__name__}: {error}). "
             f"{fields.describe_row()}"
         ) from error
 
@@ -525,7 +525,7 @@ def _recognise(sources: Sequence[DumpCandidate], format: str, how: _How, report:
             raise refusals[0]
         if summaries:
             raise DefinitionError(
-                f"{summaries[0].path} holds rewards and no tokens. Name the run's capture/sample.jsonl beside it."
+                f"{summaries[0].path} has rewards but no tokens. Also give the run's capture/sample.jsonl."
             )
         raise DataError(f"{', '.join(str(candidate.dump.path) for candidate in sources)}: there are no rows to import.")
     return plan
@@ -549,7 +549,7 @@ def _item(candidate: DumpCandidate, format: str, how: _How, summaries: list[Dump
     try:
         tool = find_tool(format, row, is_export=schema is not None)
         if tool is None and how.field_paths:
-            raise DefinitionError("an export of a store names its own fields; leave out --field.")
+            raise DefinitionError("an export of a store defines its fields; omit --field.")
         if tool is not None:
             mine = replace(
                 how, field_paths={**tool.first_row_tells(how.fields(source, number, kinds)), **how.field_paths}
@@ -564,7 +564,7 @@ def _item(candidate: DumpCandidate, format: str, how: _How, summaries: list[Dump
     if tool is None:
         about = "all columns as they were exported"
         if schema is None:
-            about = "the columns that this version knows; the export's own list of columns is not beside it"
+            about = "the standard columns; the list of columns that the export wrote is missing"
         report = FileReport(path=source.path, format="store", about=about)
         return _Item(source=source, report=report, reader=schema or trajectory_schema(COLUMNS), how=how)
     report = FileReport(path=source.path, format=tool.name, lacks=tool.lacks)
@@ -597,7 +597,7 @@ def _repeats(item: _Item, before: _Item) -> bool:
                 return False
             num += 1
     item.report.num_left_out = num
-    item.report.about = f"the rows of {before.source.path.name} again, left out"
+    item.report.about = f"the rows of {before.source.path.name} again, skipped"
     return True
 
 
@@ -642,7 +642,7 @@ def _naming(source: Dump, number: int) -> Iterator[None]:
     except (DataError, DefinitionError) as error:
         raise type(error)(f"{source.where(number)}: {error}") from error
     except RecursionError:
-        raise DataError(f"{source.where(number)}: a value is nested too deeply to be kept.") from None
+        raise DataError(f"{source.where(number)}: a value is nested too deeply to be stored.") from None
 
 
 def _exported(source: Dump, schema: Schema) -> Rows:
@@ -716,8 +716,8 @@ def _converted(item: _Item, tool: Tool, encoder: Encoder, imported: ImportedRows
 def _check_encoding(stored: Any, encoded: Any) -> None:
     if not np.array_equal(stored, encoded):
         raise DataError(
-            "this trajectory is stored already, encoded with another tokenizer or template. A store never contains one "
-            "text in two encodings. Import into another store: --into OTHER_FOLDER"
+            "this trajectory is already stored, encoded with another tokenizer or template. A store never contains "
+            "the same text in two encodings. Import into another store: --into OTHER_FOLDER"
         )
 
 

@@ -24,7 +24,7 @@ def check_absent(*paths: Path) -> None:
     """Refuse to write where something is."""
     for path in paths:
         if path.exists():
-            raise RunExistsError(f"{path} exists already. Name another with --to, or remove it.")
+            raise RunExistsError(f"{path} already exists. Choose another path with --to, or remove it.")
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def atomic_target(target: Path) -> Iterator[Path]:
 def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterator[TrajectoryStore]:
     """Open a store for exclusive use by an import; create it if it does not exist."""
     store = open_or_create(path, schema, durability)
-    refusal = f"another import is writing to {path}. Wait for it, or name another store."
+    refusal = f"another import is writing to {path}. Wait for it, or choose another store."
     try:
         with ExitStack() as stack:
             with as_ours():
@@ -54,7 +54,7 @@ def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterat
             fixed = ", ".join(column.name for column in lacking if not column.optional)
             if fixed:
                 raise DefinitionError(
-                    f"the store at {path} has no column {fixed}, which the import writes. Name a new folder."
+                    f"the store at {path} has no column {fixed}, which the import writes. Choose a new folder."
                 )
             if lacking:
                 store.close()
@@ -71,7 +71,7 @@ def check_columns(store: TrajectoryStore, schema: Schema) -> None:
         if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):
             raise DefinitionError(
                 f"column '{column.name}' is {column.dtype} in the export and {stored.dtype} in {store.path}, or of "
-                "another shape. Import it into a folder of its own."
+                "another shape. Import it into a separate folder."
             )
 
 
@@ -109,9 +109,9 @@ class ExistingRows:
             for name in names:
                 if name in rows[i] and _differ(rows[i][name], stored[name][k]):
                     raise DataError(
-                        f"{wheres[i]}: this trajectory is in {self.store.path} already, with another {name}. The "
-                        "file has changed since an earlier import, is read in another way, or comes from elsewhere. "
-                        "Import it into another store, or from a copy with another name to have both."
+                        f"{wheres[i]}: this trajectory is already in {self.store.path}, with another {name}. The "
+                        "file has changed since an earlier import, is read with other options, or comes from "
+                        "elsewhere. Import it into another store; or, to keep both, from a copy with another name."
                     )
         return is_stored
 

@@ -31,10 +31,10 @@ class TorchDump:
         except Exception as error:  # what a damaged file raises is not of one type
             raise DataError(
                 f"{self.path} cannot be read as tensors and plain values ({type(error).__name__}: "
-                f"{str(error).splitlines()[0]}). Objects of a tool's own classes are not loaded."
+                f"{str(error).splitlines()[0]}). Objects of custom classes are not loaded."
             ) from error
         if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
-            raise DataError(f"{self.path} has no list under 'samples', as slime's debug rollout data has.")
+            raise DataError(f"{self.path} has no list 'samples', which slime's debug rollout data has.")
         for number, sample in enumerate(dump["samples"]):
             yield number, {name: _plain(value) for name, value in sample.items()}
 

@@ -27,7 +27,7 @@ def open_archive(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
-        raise DataError(f"{path} is not a complete zip archive: {error}. Fetch or write it again.") from error
+        raise DataError(f"{path} is not a complete zip archive: {error}. Download or write it again.") from error
 
 
 def open_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
@@ -45,7 +45,7 @@ def open_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
     except (RuntimeError, zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise DataError(f"{where} cannot be unpacked: {error}.") from error
     if zlib.crc32(data) != member.CRC:
-        raise DataError(f"{where} does not match its checksum: the archive is corrupted. Fetch or write it again.")
+        raise DataError(f"{where} does not match its checksum: the archive is corrupted. Download or write it again.")
     return io.BytesIO(data)
 
 

@@ -252,8 +252,8 @@ def group_advantage(
     if not bool(torch.isfinite(returns).all()):
         bad = int((~torch.isfinite(returns)).nonzero()[0, 0])
         raise DefinitionError(
-            f"return {bad} is {returns[bad].item()}; an advantage needs finite returns. "
-            "Look for a reward function or a log-prob that is not finite."
+            f"return {bad} is {returns[bad].item()}; an advantage needs finite returns. Check for a reward or a "
+            "log-prob that is not finite."
         )
     dtype = returns.dtype if returns.dtype.is_floating_point else torch.float32
     is_exact = not returns.dtype.is_floating_point or returns.dtype == torch.float64
@@ -430,7 +430,7 @@ def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths:
     if lengths is None or lengths.shape != r.shape:
         shape = "None" if lengths is None else str(list(lengths.shape))
         raise DefinitionError(
-            f"estimator 'opo' weighs returns by completion length: pass lengths [{r.numel()}]; got {shape}."
+            f"estimator 'opo' weights returns by completion length: pass lengths [{r.numel()}]; got {shape}."
         )
     weight_N = lengths.double()
     total_G = indexed_sum(weight_N, index, groups)

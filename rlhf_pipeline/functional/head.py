@@ -148,8 +148,8 @@ def check_head_shapes(hidden: torch.Tensor, head: Head, targets: torch.Tensor, c
         raise DefinitionError(f"bias must be [{weight.shape[0]}], one number per token id; got {list(bias.shape)}.")
     if not temperature > 0.0:
         raise DefinitionError(
-            f"temperature must be above 0 because logits are divided by it; got {temperature}. "
-            "Score greedy rollouts at temperature 1.0."
+            f"temperature must be above 0, because logits are divided by it; got {temperature}. Score greedy "
+            "rollouts at temperature 1.0."
         )
     if chunk_size is not None and chunk_size < 1:
         raise DefinitionError(f"chunk_size must be 1 or more rows, or None; got {chunk_size}.")

@@ -103,9 +103,7 @@ class Shards:
         }
         for name, is_set in refused.items():
             if is_set:
-                raise DefinitionError(
-                    f"{name} does not go with several processes. Leave it at its default under torchrun."
-                )
+                raise DefinitionError(f"{name} does not support several processes. Keep its default under torchrun.")
 
     def run(self, call: Callable[[], T]) -> T:
         """Run a call with the embedding and the head gathered; every process must make equally many.

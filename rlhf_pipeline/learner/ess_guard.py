@@ -56,7 +56,7 @@ class EssVerdict:
         sentences = []
         for verdict in self.ages:
             if verdict.weight < 1:
-                fate = "they are left out" if verdict.weight == 0 else f"they count at {verdict.weight:.2f}"
+                fate = "they are excluded" if verdict.weight == 0 else f"they get the weight {verdict.weight:.2f}"
                 sentences.append(
                     f"Age {verdict.age}: the effective sample size of {verdict.trajectories} trajectories is "
                     f"{verdict.ess:.3f}, {fate}."

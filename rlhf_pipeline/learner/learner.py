@@ -158,19 +158,19 @@ class Learner:
             shards.check(config)
             config = dataclasses.replace(config, layout="padded", compile="off")
             if self.sample.min_ess is not None:
-                raise DefinitionError("sample.min_ess does not go with several processes. Set it to none.")
+                raise DefinitionError("sample.min_ess does not support several processes. Set it to none.")
             if config.keep_token_figures:
-                raise DefinitionError("learn.keep_token_figures does not go with several processes. Set it to false.")
+                raise DefinitionError("learn.keep_token_figures does not support several processes. Set it to false.")
             if loss.settings.chooses_tokens:
                 raise DefinitionError(
-                    "loss.top_entropy_quantile and loss.clip_cov choose among all tokens of a step, which does not go "
-                    "with several processes. Set them to 1 and none."
+                    "loss.top_entropy_quantile and loss.clip_cov select among all tokens of a step, which does not "
+                    "work with several processes. Set them to 1 and none."
                 )
         schema = buffer.store.schema
         if "advantage" in schema and schema["advantage"].ragged:
             raise DefinitionError(
-                f"the store at {buffer.store.path} has an advantage per token, and a learner takes one per trajectory. "
-                "Keep it as trajectory_schema() has it; or sample the buffer and call the loss yourself."
+                f"the store at {buffer.store.path} has an advantage per token, but a learner needs one per "
+                "trajectory. Use the column of trajectory_schema(), or sample the buffer and call the loss yourself."
             )
         self.config = config
         check_metrics(config.metrics)
@@ -197,7 +197,7 @@ class Learner:
             DefinitionError: the learner was made without one.
         """
         if self._ledger is None:
-            raise DefinitionError("this learner records nothing: it was made with ledger=None.")
+            raise DefinitionError("this learner records nothing: it was created with ledger=None.")
         return self._ledger
 
     @ledger.setter
@@ -338,8 +338,8 @@ class Learner:
             admitted = None if admitted is None else complete_episodes(store, admitted)[0]
         if len(chosen.row_ids) == 0:
             self._notices.append(
-                f"step {step} has nothing to learn from and changes nothing: no trajectory that is young enough has "
-                "a group with spread" + (", or a use left." if self.sample.max_uses is not None else ".")
+                f"step {step} has nothing to learn from and is a no-op: no trajectory within the age limit has a "
+                "group with spread" + (", or a use left." if self.sample.max_uses is not None else ".")
             )
         uses = None if self._uses is None else self._uses.before(step, chosen.trajectory_ids)
         unscored = self._unscored(chosen.row_ids, admitted)
@@ -351,8 +351,8 @@ class Learner:
         plan = self._plan(chosen.row_ids)
         if len(chosen.row_ids) and not bool(plan.advantages.any()):
             self._notices.append(
-                f"step {step}: every advantage is 0, as no group has two rewards that differ"
-                + ("; only the other terms of the loss act." if bool(plan.learns.any()) else ": it changes nothing.")
+                f"step {step}: every advantage is 0, because no group has two different rewards"
+                + ("; only the other terms of the loss act." if bool(plan.learns.any()) else ": it is a no-op.")
             )
         if self.loss.settings.decoupled:
             plan = self._freeze_proximal(plan)
@@ -377,7 +377,7 @@ class Learner:
                 advice = f"Its advantages reach {reach:.1e}: give smaller rewards, or use write.estimator=grpo"
             raise DataError(
                 f"the gradient of step {step} is not finite (norm {float(gradient_norm)}, loss {losses['loss']}); "
-                f"the weights were left as they were. {advice}, or look at the trajectories of this step with "
+                f"the weights were not changed. {advice}, or look at the trajectories of this step with "
                 "`rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
@@ -488,8 +488,8 @@ class Learner:
             usable &= ready
         if not usable.any() and not self.may_be_empty:
             raise DataError(
-                f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version "
-                f"{version}; the store holds {len(every)}. Collect first, or raise buffer.max_staleness."
+                f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version {version}; "
+                f"the store has {len(every)}. Collect first, or raise buffer.max_staleness."
             )
         row_ids = new_rows[usable]
         # The versions by which these rows were chosen are read again, checked: a damaged one is an error that names it.
@@ -550,8 +550,8 @@ class Learner:
             uses = self._uses.before(step, fresh.trajectory_ids)
         if most is not None and len(uses) and bool((uses >= most).all()) and not self.may_be_empty:
             raise DataError(
-                f"step {step}: each of the {len(uses)} trajectories that are young enough has been used {most} times. "
-                "Raise sample.max_uses, or lower sample.batch_size."
+                f"step {step}: each of the {len(uses)} trajectories within the age limit has been used {most} "
+                "times. Raise sample.max_uses, or lower sample.batch_size."
             )
         newest = None if of_newest is None else of_newest(fresh)
         view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses, newest=newest)
@@ -570,8 +570,8 @@ class Learner:
         longest = int(plan.lengths.max()) if len(plan.lengths) else 0
         if longest > self.config.token_budget:
             self._notices.append(
-                f"a trajectory of {longest} tokens is above learn.token_budget={self.config.token_budget}; it "
-                "takes a forward pass of its own."
+                f"a trajectory of {longest} tokens is longer than learn.token_budget={self.config.token_budget}; it "
+                "is computed in a separate forward pass."
             )
         outputs: list[GRPOLossOutput] = []
         for batches, learns in ((plan.batches, True), (plan.measured, False)):
@@ -695,10 +695,10 @@ class Learner:
         if bias is not None and gap is not None and gap > allowed:
             self._allowed_gap = None
             self._notices.append(
-                f"step {step} learns from its own weights, and yet the sampled log-probs differ from the scored ones: "
-                f"by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). Does the sampler use "
-                "another temperature, another precision, or top-k or top-p? --set loss.tis_cap=2 corrects for a "
-                "difference that cannot be avoided."
+                f"step {step} learns from trajectories of the current weights, but the sampled log-probs differ "
+                f"from the scored ones: by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). "
+                "Does the sampler use another temperature, another precision, or top-k or top-p? --set "
+                "loss.tis_cap=2 corrects for a difference that cannot be avoided."
             )
 
     def _record(
@@ -729,8 +729,8 @@ class Learner:
         )
         if not as_before:
             self._notices.append(
-                f"step {step} uses other trajectories than before the restart, as some of those are not in the store "
-                "any more; the run goes on, but it is not the one that was interrupted."
+                f"step {step} uses other trajectories than before the restart, because some are no longer in the "
+                "store; the run continues but is no longer identical to the interrupted one."
             )
 
     def _check_replaceable(self, earlier: Mapping[str, Any]) -> None:
@@ -744,13 +744,13 @@ class Learner:
             ages = earlier.get("newest_version", step - 1) - store.read_scalars("policy_version", rows)
             if ages.tolist() != earlier["ages"]:
                 return  # a power loss took them, and other weights sampled them again
-            what = "and would learn from others now"
+            what = "but would learn from others now"
         else:
-            what = "and those rows hold other ones now"
+            what = "but those rows contain other trajectories now"
         raise DataError(
-            f"step {step} learned from {len(rows)} trajectories that are all in {store.path}, {what}: the store or the "
-            "ledger is not the one that the run wrote, or has been damaged since. Check both with `rlhf-pipeline "
-            "verify`, and restore the run from a copy, or begin a new run with its checkpoint: run --from RUN."
+            f"step {step} learned from {len(rows)} trajectories that are all in {store.path}, {what}: the store or "
+            "the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline verify`, and "
+            "restore the run from a copy, or begin a new run with its checkpoint: run --from RUN."
         )
 
 

@@ -106,7 +106,9 @@ def check_metrics(functions: Sequence[MetricFunction]) -> None:
                 "rlhf_pipeline.learner.metrics."
             ) from error
         if names.count(name) > 1:
-            raise DefinitionError(f"learn.metrics has two functions named {name}, and their figures would be one.")
+            raise DefinitionError(
+                f"learn.metrics has two functions named {name}, so their metrics would have the same key."
+            )
 
 
 def custom_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> tuple[Metrics, list[str]]:
@@ -123,7 +125,7 @@ def custom_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> 
             figures, text = {name: None}, f"{type(error).__name__}: {error}"
             problems.append(f"the metric {name} failed ({text}); its figure is absent.")
         if duplicates := sorted(figures.keys() & step_view.figures.keys()):
-            problems.append(f"the metric {name} gives {duplicates[0]}, which is in the line already; rename it.")
+            problems.append(f"the metric {name} returns {duplicates[0]}, which is already in the line; rename it.")
         all_figures |= {key: value for key, value in figures.items() if key not in step_view.figures}
     return all_figures, problems
 

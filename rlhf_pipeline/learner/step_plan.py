@@ -121,8 +121,8 @@ def check_reduction(loss: GRPOLoss) -> None:
     """Refuse a loss whose reduction the fixed weights of a step would override."""
     if loss.settings.reduction != "mean":
         raise DefinitionError(
-            "the learner weighs tokens by the counts of the whole step, and its loss has "
-            f"reduction={loss.settings.reduction!r}. Make it with reduction='mean' and choose by aggregation: "
+            "the learner weights tokens by the counts of the complete step, but its loss has "
+            f"reduction={loss.settings.reduction!r}. Create it with reduction='mean' and select by aggregation: "
             "token_mean, sequence_mean, group_mean, sequence_sum or dr_grpo."
         )
 

@@ -88,7 +88,7 @@ class _Scorer:
     def rows(self, batch: LossBatch, *, entropy: bool) -> Scores:
         if entropy:
             raise DefinitionError(
-                f"entropy_bonus=True needs an entropy, and {type(self.actor).__name__} gives log-probs only. Pass "
+                f"entropy_bonus=True needs an entropy, but {type(self.actor).__name__} returns only log-probs. Pass "
                 "entropy_bonus=False, or give the actor hidden_states and head_weight."
             )
         batch = _where(self.actor, batch)
@@ -131,12 +131,13 @@ class _Logits:
         logits = getattr(out, "logits", out)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             raise DataError(
-                f"{type(self.actor).__name__} gave {type(logits).__name__}; GRPOLoss needs logits [B, T, V]."
+                f"{type(self.actor).__name__} returned {type(logits).__name__}; GRPOLoss needs logits [B, T, V]."
             )
         if logits.shape[:2] != ids.shape:
             raise DataError(
-                f"{type(self.actor).__name__} gave logits {list(logits.shape)} for tokens {list(ids.shape)}; GRPOLoss "
-                "needs one row of logits per token. Adapters that put virtual tokens before the prompt do not do that."
+                f"{type(self.actor).__name__} returned logits {list(logits.shape)} for tokens {list(ids.shape)}; "
+                "GRPOLoss needs one row of logits per token. Adapters that add virtual tokens before the prompt are "
+                "not supported."
             )
         return logits
 
@@ -155,8 +156,8 @@ class _Logits:
         allowed = rounding(next(self.actor.parameters()), fine=1e-5, coarse=1e-2) * original.abs().max()
         if not bool(((original - altered).abs() <= allowed).all()):
             raise DefinitionError(
-                f"{type(self.actor).__name__} is not causal: the last token changes the logits of those before it. "
-                "Pass a decoder, or set config.is_decoder = True where the model has that field."
+                f"{type(self.actor).__name__} is not causal: the last token changes the logits of earlier tokens. "
+                "Pass a decoder, or set config.is_decoder = True if the model has that field."
             )
 
 

@@ -140,7 +140,7 @@ class GRPOLossOutput(_TorchRLOutput):
             DataError: there is no output.
         """
         if not outputs:
-            raise DataError("there is no output to merge: the step had no micro-batch.")
+            raise DataError("there is no output to merge: the step has no micro-batch.")
         merged: dict[str, Any] = {}
         for name in (*_TERMS, *_SUMS):
             values = [value.detach() for out in outputs if (value := getattr(out, name)) is not None]
@@ -397,7 +397,7 @@ class GRPOLoss(LossModule):
         scored_rows = self._actor().rows(batch, entropy=True)
         log_probs, entropy = self._scores(scored_rows, self._gather(batch, scored_rows[0].device))
         if entropy is None:
-            raise DefinitionError("learn.keep_token_figures needs an actor that gives entropies. Set it to false.")
+            raise DefinitionError("learn.keep_token_figures needs an actor that returns entropies. Set it to false.")
         mask, values = batch.mask.cpu(), torch.stack([log_probs, entropy]).float().cpu()
         return torch.full((2, *mask.shape), torch.nan).masked_scatter(mask.expand(2, *mask.shape), values)
 
@@ -459,8 +459,8 @@ class GRPOLoss(LossModule):
         if settings.kl_to_ref_coeff and batch.ref is None:
             raise MissingKeyError(
                 f"kl_to_ref_coeff is {settings.kl_to_ref_coeff} but the batch has no "
-                f"{self.tensor_keys.ref_log_probs!r}. Put RetrieveLogProb on the write path, or leave the coefficient "
-                "out."
+                f"{self.tensor_keys.ref_log_probs!r}. Add RetrieveLogProb to the write path, or omit the "
+                "coefficient."
             )
         if settings.chooses_tokens and batch.keep is None:
             (chosen,) = self.choose_tokens([batch], seed=(int(torch.randint(2**31, ())),))

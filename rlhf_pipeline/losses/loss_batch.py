@@ -86,8 +86,8 @@ class _Reader:
             return None
         if value.requires_grad:
             raise DataError(
-                f"{key!r} requires a gradient, and the loss takes all of the batch as constants: only the actor has a "
-                f"gradient. Detach it before: td.set({key!r}, td.get({key!r}).detach())."
+                f"{key!r} requires a gradient, but the loss treats the batch as constant: only the actor has a "
+                f"gradient. Detach it first: td.set({key!r}, td.get({key!r}).detach())."
             )
         if value.is_nested:
             if self.side != "right":
@@ -155,7 +155,7 @@ def read_batch(
             "td.reshape(-1)."
         )
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise DataError(f"{names.action!r} holds {tokens.dtype}; token ids are integers.")
+        raise DataError(f"{names.action!r} has dtype {tokens.dtype}; token ids are integers.")
     tokens = tokens.long()
     attention = _attention(read, names, tokens)
     behaviour = read.per_token(
@@ -167,7 +167,7 @@ def read_batch(
     proximal = None
     if decoupled:
         proximal = read.per_token(
-            read.need(names.prox_log_probs, "decoupled=True needs the trainer's own log-probs."),
+            read.need(names.prox_log_probs, "decoupled=True needs the trainer's log-probs."),
             names.prox_log_probs,
             tokens,
         )
@@ -232,6 +232,6 @@ def _token_mask(
     if lengths is None:
         raise MissingKeyError(
             f"masking_strategy='sft' needs {keys.NUM_PROMPT_TOKENS!r}, {_PROMPT_TOKENS!r} or "
-            f"{names.assistant_mask!r} to tell the response from the prompt; the batch has none of them."
+            f"{names.assistant_mask!r} to separate the response from the prompt; the batch has none of them."
         )
     return attention.cumsum(1) > lengths[:, None]

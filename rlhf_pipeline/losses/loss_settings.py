@@ -94,7 +94,7 @@ class LossSettings(GRPO):
             ),
             (
                 self.head != "fused" or self.is_token_level,
-                "head='fused' forms the gradient token by token; objective='gspo', 'gmpo' or 'vespo', "
+                "head='fused' computes the gradient token by token; objective='gspo', 'gmpo' or 'vespo', "
                 "kl_mask_threshold, off_policy_threshold and unreduced losses need all log-probs first. Use "
                 "head='auto'.",
             ),
@@ -128,13 +128,13 @@ KEYWORDS = frozenset({*_NAMES, *TORCHRL_DEFAULTS, *_RENAMED, *_PAIRS, "icepop_le
 """What `GRPOLoss` takes by name: every setting, in TorchRL's spelling too."""
 
 _REFUSED = {
-    "critic_network": "GRPO has no critic; its baseline is the group. Leave it out.",
+    "critic_network": "GRPO has no critic; its baseline is the group. Omit it.",
     "advantage_key": "use set_keys(advantage=...).",
     "value_key": "GRPO has no value network.",
     "separate_losses": "there is no critic to separate from.",
-    "functional": "the parameters stay in the actor; there is no functional copy.",
-    "gamma": "GRPO has no discount; returns are formed on the write path. Leave it out.",
-    "clip_value": "GRPO has no value network to clip. Leave it out.",
+    "functional": "the parameters remain in the actor; there is no functional copy.",
+    "gamma": "GRPO has no discount; returns are computed on the write path. Omit it.",
+    "clip_value": "GRPO has no value network to clip. Omit it.",
 }
 _HARMLESS = {"gamma": (None, 1), "clip_value": (None, False)}
 
@@ -181,8 +181,8 @@ def changed(settings: LossSettings, keywords: Mapping[str, Any]) -> LossSettings
         fields["aggregation"] = canonical_aggregation(mode)
     if fields.get("kl_estimator") == "k1":
         raise DefinitionError(
-            "kl_estimator='k1' as a loss has an expected gradient of zero, so it would do nothing but add noise. "
-            "Put k1 in the reward (KLRewardTransform), or use 'k3+' or 'k2' here."
+            "kl_estimator='k1' as a loss has an expected gradient of zero, so it would only add noise. Put k1 in "
+            "the reward (KLRewardTransform), or use 'k3+' or 'k2' here."
         )
     return extended(settings, LossSettings, **fields)
 

@@ -74,7 +74,7 @@ def _refuse_extras(
     window = extras.get("sliding_window")
     total = sum(segments.lengths)
     rules = [
-        (mask is None, "it gives attention a mask of its own"),
+        (mask is None, "it passes a custom mask to attention"),
         (dropout == 0.0, "its attention has dropout"),
         (getattr(module, "is_causal", True) is not False, "its attention is not causal"),
         (query.shape[0] == 1 and query.shape[2] == total, f"its attention got {list(query.shape)} for {total} tokens"),

@@ -195,7 +195,7 @@ class _Probe:
             self._reply(turn, [{"role": "user", "content": _RESULTS[0]}])
         except (DataError, DefinitionError) as error:
             raise DefinitionError(
-                f"{name_of(self._codec)} cannot show a reply to a turn without a call, so nothing could answer a "
+                f"{name_of(self._codec)} cannot show a reply to a turn without a call, so there is no reply to a "
                 f"malformed call ({error})."
             ) from error
 
@@ -297,7 +297,7 @@ def rewritten_history(
 
 def _rewrites(codec: Any, what: str, where: str) -> str:
     return (
-        f"{name_of(codec)} rewrites {what} once a later one follows{where}. Rows keep every turn as it was sampled, so "
-        "the policy reads its own tokens, which that template would not show it; serve it the same way, or take a "
-        "template that keeps earlier turns."
+        f"{name_of(codec)} rewrites {what} when a later turn follows{where}. Rows keep every turn as it was "
+        "sampled, so the policy reads the tokens that it sampled, which that template would not show; serve it the "
+        "same way, or use a template that keeps earlier turns."
     )

@@ -148,14 +148,14 @@ def reply_text(
             cut = len(closed) if start < len(closed) <= stop and sample.startswith(closed) else -1
         if cut < 0:
             raise DataError(
-                "the chat template writes none of the tokens that may end a turn between a tool call and its reply, so "
-                "the reply cannot be cut off after the call."
+                "the chat template writes none of the tokens that may end a turn between a tool call and its reply, "
+                "so the reply cannot be separated from the call."
             )
         tail = sample[cut:]
         whole = rendered(before, [caller], after)
         at = whole.rfind(sample[start:stop])
         if at < 0:
-            raise DataError("the chat template writes a tool call in another way before another reply.")
+            raise DataError("the chat template renders a tool call differently before another reply.")
         parts = [whole[: at + cut - start], whole[at + cut - start :]]
     else:
         texts = [
@@ -232,7 +232,7 @@ def rendered_prompt(
         return tokenizer.apply_chat_template(messages_of(messages), **options)
     except Exception as error:  # templates are programs, and fail in any way on what they did not expect
         roles = [message.get("role") for message in messages]
-        raise DataError(f"the chat template refuses the messages {roles}: {error}") from error
+        raise DataError(f"the chat template rejects the messages {roles}: {error}") from error
 
 
 def _common(first: str, second: str) -> int:
@@ -252,8 +252,8 @@ def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
         )
         raise DefinitionError(
             f"After an assistant's turn the chat template writes the messages {', '.join(written) or 'none'} where "
-            f"{', '.join(expected)} follow, so the policy would read something else than was said. Use a template that "
-            "writes every message once, in its place."
+            f"{', '.join(expected)} follow, so the policy would read a different conversation. Use a template that "
+            "writes every message once, in order."
         )
 
 

@@ -63,7 +63,7 @@ def prepare_modules(model: nn.Module, *, backend: str = INDUCTOR) -> str | None:
     modules = [module for module in model.modules() if _is_plain(module) and (_is_norm(module) or _is_mlp(module))]
     kinds = {(type(module), *(tuple(p.shape) for p in module.parameters())): module for module in modules}
     if not kinds:
-        return "the model has no norms or MLPs of a form that is known"
+        return "the model has no norms or MLPs of a supported form"
     for module in kinds.values():
         problem = _problem(module, backend)
         if problem is not None:

@@ -49,8 +49,8 @@ def tokenizer_with_template(tokenizer: Any, options: Mapping[str, Any] | None) -
     for key, value in settings.items():
         if _AS_DONE.get(key) != value:
             raise DefinitionError(
-                f"tokenizer_kwargs has {key}={value!r}; conversations are encoded whole, ragged and with the mask of "
-                f"the assistant's tokens. It may name {' or '.join(_TEMPLATE_OPTIONS)}."
+                f"tokenizer_kwargs has {key}={value!r}; conversations are always encoded completely, ragged and "
+                f"with the mask of the assistant's tokens. It may contain {' or '.join(_TEMPLATE_OPTIONS)}."
             )
     if template is None and name is not None:
         if name not in _CHAT_TEMPLATES:

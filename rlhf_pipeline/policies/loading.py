@@ -57,8 +57,8 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         if not local and isinstance(error, OSError):
             raise MissingPathError(
-                f"{source!r} is no folder here, and the Hugging Face hub gave no model of that name "
-                f"({_first_line(error)}). Check the spelling, or name a folder that save_pretrained wrote."
+                f"{source!r} is not a folder, and the Hugging Face hub has no model with that name "
+                f"({_first_line(error)}). Check the spelling, or give a folder that save_pretrained wrote."
             ) from error
         raise DataError(
             f"{source} cannot be loaded as a causal language model: {_first_line(error)} "
@@ -127,7 +127,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
-        raise DefinitionError(f"dtype {dtype!r} is no dtype of torch. Use 'float32' or 'bfloat16'.")
+        raise DefinitionError(f"dtype {dtype!r} is not a dtype of torch. Use 'float32' or 'bfloat16'.")
     return torch_dtype
 
 

@@ -244,7 +244,7 @@ def _refuse_virtual_tokens(model: nn.Module) -> None:
         if getattr(config, "is_prompt_learning", False):
             raise _refuse(
                 model,
-                f"its adapter {name!r} ({type(config).__name__}) puts virtual tokens before the prompt",
+                f"its adapter {name!r} ({type(config).__name__}) adds virtual tokens before the prompt",
                 "Use adapters in the layers instead, such as LoRA.",
             )
 
@@ -264,13 +264,13 @@ def _refuse_head(model: nn.Module, head: nn.Module) -> DefinitionError:
         return _refuse(
             model,
             f"its head has an adapter ({kind})",
-            "Leave the head (lm_head) out of the adapter's target_modules, or call merge_and_unload() first.",
+            "Remove the head (lm_head) from the adapter's target_modules, or call merge_and_unload() first.",
         )
     if "quant" in kind.lower() or callable(getattr(head, "weight", None)):
         return _refuse(
             model,
-            f"its head is quantized ({kind}), and so has no weight to learn with",
-            "Load the model without quantization, or leave the head out of it.",
+            f"its head is quantized ({kind}), so it has no trainable weight",
+            "Load the model without quantization, or exclude the head from it.",
         )
     return _refuse(model, f"its head is a {kind}, not a torch.nn.Linear", "Use a model with a linear head.")
 
@@ -300,7 +300,7 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
     if _COMPRESSED in kinds and isinstance(chosen, int):
         chosen *= rates.get(_COMPRESSED, 1)  # it chooses among blocks of this many tokens
     if not _CHOOSING.isdisjoint(kinds) and least(chosen, most) != most:
-        return least(chosen, most), "index_topk, beyond which its attention leaves tokens out"
+        return least(chosen, most), "index_topk, beyond which its attention ignores tokens"
     return most, "max_position_embeddings"
 
 
@@ -403,7 +403,7 @@ def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> Model
             raise _refuse(
                 model,
                 f"its logits differ from head(hidden) by {error:.1%} of their size",
-                "One factor and a soft cap do not explain them; use another architecture.",
+                "They are not equal up to one factor and a soft cap; use another architecture.",
             )
     change = _gap(hidden[0, :half], hidden[1, :half])
     if not change <= rounding(weight, fine=1e-5, coarse=1e-2):

@@ -47,8 +47,8 @@ def template_text(template: str) -> str:
         return template
     if not file.is_file():
         raise MissingPathError(
-            f"there is no chat template at {template}. Name a Jinja file, as save_pretrained writes "
-            "chat_template.jinja: --set policy.chat_template=FILE; or leave it out and keep the tokenizer's."
+            f"there is no chat template at {template}. Give a Jinja file, such as the chat_template.jinja of "
+            "save_pretrained: --set policy.chat_template=FILE; or omit it to use the tokenizer's template."
         )
     return file.read_text(encoding="utf-8")
 
@@ -65,15 +65,15 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
         return str(path), True
     if path.exists():
         raise DataError(
-            f"{path} is a file. Name the folder that holds config.json and the weights, or a file that ends in {GGUF}."
+            f"{path} is a file. Give the folder with config.json and the weights, or a file that ends in {GGUF}."
         )
     # A relative name with one slash may be a folder or a hub name; if its parent folder exists, it is a folder.
     if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
-        near = f" Its parent folder holds: {_listing(path.parent)}." if path.parent.is_dir() else ""
+        near = f" Its parent folder contains: {_listing(path.parent)}." if path.parent.is_dir() else ""
         raise MissingPathError(
-            f"there is no model folder at {name}. Make one: rlhf-pipeline new-model {typed(name)} --text FILE. "
-            "Or name one you have, as save_pretrained wrote it (--set policy.path=FOLDER); a model on the hub has the "
-            f"form owner/name.{near}"
+            f"there is no model folder at {name}. Create one: rlhf-pipeline new-model {typed(name)} --text FILE. Or "
+            "give a folder that save_pretrained wrote (--set policy.path=FOLDER); a model on the hub has the form "
+            f"owner/name.{near}"
         )
     return name, False
 
@@ -83,8 +83,8 @@ def empty_folder(path: str | os.PathLike[str]) -> Path:
     target = Path(path).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DefinitionError(
-            f"{target} exists already and is not an empty folder. Name another folder, or remove it with "
-            f"`rm -r {target}` if nothing in it is needed."
+            f"{target} already exists and is not an empty folder. Choose another folder, or remove it with `rm -r "
+            f"{target}` if you do not need its files."
         )
     return target
 
@@ -100,18 +100,17 @@ def _check_folder(path: Path) -> None:
         step = re.fullmatch(r"step-0*(\d+)", path.name)
         run = f"{typed(path.parent.parent)}@{step[1]}" if step and path.parent.name == "checkpoints" else "RUN@STEP"
         raise DataError(
-            f"{path} holds the adapters of a LoRA run and no whole model. To go on with them: rlhf-pipeline run "
-            f"DEFINITION --from {run}. To begin with the model that they make, merge them into theirs with peft "
-            '(merge_and_unload, "LoRA" in docs/use_the_model.md) and name the merged folder.'
+            f"{path} contains the adapters of a LoRA run, not a complete model. To continue with them: rlhf-pipeline "
+            f"run DEFINITION --from {run}. To start from the adapted model, merge them into their base model with peft "
+            '(merge_and_unload, "LoRA" in docs/use_the_model.md) and give the merged folder.'
         )
     if not (path / "config.json").is_file():
         raise DataError(
-            f"{path} holds no config.json, so it is not a model folder as save_pretrained writes it (it holds: "
-            f"{_listing(path)})."
+            f"{path} has no config.json, so it is not a model folder of save_pretrained (its files: {_listing(path)})."
         )
     if not weights:
         raise DataError(
-            f"{path} holds no weights ({', '.join(_WEIGHTS)}); it holds: {_listing(path)}. Is a download incomplete?"
+            f"{path} has no weights ({', '.join(_WEIGHTS)}); its files: {_listing(path)}. Is a download incomplete?"
         )
 
 
@@ -121,7 +120,7 @@ def _check_gguf(path: Path) -> None:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
-        raise DataError(f"{path} begins with {magic!r} and not with b'GGUF', so it is no GGUF file. Copy it again.")
+        raise DataError(f"{path} begins with {magic!r} and not with b'GGUF', so it is not a GGUF file. Copy it again.")
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise DefinitionError(
             f"{path} is a GGUF file; reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}"

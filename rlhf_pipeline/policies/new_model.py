@@ -157,7 +157,7 @@ def scratch_model(
     ([3, 2, 4], 5)
     """
     if not alphabet or len(set(alphabet)) != len(alphabet):
-        raise DefinitionError(f"alphabet {alphabet!r} is empty or repeats itself; name every character once.")
+        raise DefinitionError(f"alphabet {alphabet!r} is empty or repeats a character; give every character once.")
     tokenizer = _character_tokenizer(alphabet, max_positions)
     # A Llama: AutoTokenizer reads tokenizer.json as it is for this type, so a saved policy loads anywhere.
     config = LlamaConfig(
@@ -212,7 +212,7 @@ def _character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokeniz
 def _train_tokenizer(text_file: Path, vocab_size: int, max_positions: int) -> tuple[Qwen2Tokenizer, int]:
     texts = [_cut(text) for text in _texts(text_file)]
     if not texts:
-        raise DataError(f"{text_file} holds no text to train a tokenizer on. Name another file.")
+        raise DataError(f"{text_file} has no text to train a tokenizer on. Choose another file.")
     # Qwen2Tokenizer's own normalizer and pre-tokenizer (one token per digit): AutoTokenizer makes a Qwen2Tokenizer for
     # every Qwen2 model and installs these, so any other tokenizer would encode the same text differently after loading.
     backend = Qwen2Tokenizer().backend_tokenizer
@@ -245,7 +245,7 @@ def _texts(path: Path) -> Iterator[str]:
     """Yield the lines of a text file, or every string in the objects of a JSONL file."""
     if not path.is_file():
         raise MissingPathError(
-            f"There is no text file at {path}. Name a .txt or .jsonl file to train the tokenizer on."
+            f"There is no text file at {path}. Give a .txt or .jsonl file to train the tokenizer on."
         )
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
     try:
@@ -260,8 +260,8 @@ def _texts(path: Path) -> Iterator[str]:
                     value = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise DataError(
-                        f"{path}, line {number} is not JSON ({error.msg}). Put one object per line, or name the "
-                        "file .txt."
+                        f"{path}, line {number} is not JSON ({error.msg}). Write one object per line, or rename the "
+                        "file to .txt."
                     ) from error
                 yield from _strings(value)
     except UnicodeDecodeError as error:
@@ -273,7 +273,7 @@ def _cut(text: str) -> str:
     if len(text) <= _LONGEST_WORD or not _LONG_WORD.search(text):
         return text
     logger.warning(
-        "a line of %d characters has a stretch of more than %d without a space; it is cut for the tokenizer's training",
+        "a line of %d characters has more than %d characters without a space; it is split for the tokenizer's training",
         len(text),
         _LONGEST_WORD,
     )

@@ -159,7 +159,7 @@ def plan_micro_batches(
     sizes = np.asarray(lengths, dtype=np.int64)
     if layout == "auto":
         if weight is None:
-            raise DefinitionError("layout 'auto' needs the head's weight; or name a layout.")
+            raise DefinitionError("layout 'auto' needs the head's weight; or choose a layout.")
         pays = partial(sharing_pays, costs_on(weight), width=int(weight.shape[1]))
         padded = plan_micro_batches("padded", lengths, token_budget)
         if not pays(padded=sum(padded.positions), packed=0, segments=len(sizes)):
@@ -331,7 +331,7 @@ class LayoutScorer:
 
     def _pad_from_now_on(self, reason: str, *, is_chosen: bool = False) -> None:
         self.in_use = "padded"
-        text = f"layout {self.layout!r} does not fit this model: {reason}. Rows are padded from now on."
+        text = f"layout {self.layout!r} does not fit this model: {reason}. Rows are padded from this step on."
         self._note(text, is_chosen=is_chosen)
 
     def _note(self, text: str, *, is_chosen: bool = False) -> None:
@@ -436,10 +436,10 @@ def _check_packable(parts: ModelParts) -> None:
     if kinds:
         raise PackedUnsupported(f"it has layers of the kind {', '.join(sorted(kinds))}")
     if not getattr(trunk, "_supports_attention_backend", False):
-        raise PackedUnsupported("its attention is its own")
+        raise PackedUnsupported("its attention is custom")
     parameters = inspect.signature(trunk.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        raise PackedUnsupported("its forward pass takes no further arguments")
+        raise PackedUnsupported("its forward pass accepts no additional arguments")
 
 
 def _smallest_window(config: Any) -> int | None:

@@ -81,7 +81,7 @@ def read_ids(td: TensorDictBase, key: Key, mask_key: Key, side: Side) -> TokenBa
         raise DataError(f"{key!r} must be [B, T] or ragged rows; got {list(ids.shape)}.")
     mask = leaf(td, mask_key)
     if isinstance(mask, list):
-        raise DataError(f"{key!r} is padded and {mask_key!r} is ragged; give both in one form.")
+        raise DataError(f"{key!r} is padded and {mask_key!r} is ragged; pass both in the same form.")
     if mask is None:
         mask = torch.ones_like(ids, dtype=torch.bool)
     if mask.shape != ids.shape:

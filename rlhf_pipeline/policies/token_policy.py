@@ -402,8 +402,8 @@ class TokenPolicy(nn.Module):
             group_size: completions per prompt.
             max_new_tokens: the limit of new tokens: one number, one per prompt, or one per completion (prompt-major).
                 The policy's own when None. Prompt and completion together never pass the model's positions.
-            temperature: the policy's own when None. 0 takes the most probable token and reports its log-prob at
-                temperature 1.
+            temperature: the policy's own when None. sampling temperature; 0 selects the most probable token and reports
+                its log-prob at temperature 1.
             seed: any integer.
             stream_ids: one integer per prompt that names its random stream; the prompt's index when None.
             refresh: loads newer weights during sampling.

@@ -63,9 +63,9 @@ class TurnParser:
             self.template = get_response_template(tokenizer, model)
         if self.template is None:
             raise DefinitionError(
-                f"nothing says how a model of type {model_type} writes tool calls: its tokenizer has no "
-                "response_template, and transformers has none for this type. Set tokenizer.response_template and save "
-                "the tokenizer (trl.chat_template_utils.add_response_schema knows more types)."
+                f"the format of tool calls of a model of type {model_type} is unknown: its tokenizer has no "
+                "response_template, and transformers has none for this type. Set tokenizer.response_template and "
+                "save the tokenizer (trl.chat_template_utils.add_response_schema knows more types)."
             )
 
     def parse(self, turn_ids: Sequence[int], before: str, text: str, id_of: Callable[[int], str]) -> ParsedTurn:

@@ -49,7 +49,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         loaded, info = load(path, dtype=next(model.parameters()).dtype, output_loading_info=True)
         wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
         if wrong:
-            raise RuntimeError(f"{len(wrong)} weights do not fit, {wrong[0]!r} among them") from None
+            raise RuntimeError(f"{len(wrong)} weights do not match, for example {wrong[0]!r}") from None
         _check_shapes(model, loaded.state_dict())
         model.load_state_dict(loaded.state_dict())
 
@@ -92,9 +92,9 @@ def _load_adapters(path: Path, model: nn.Module) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict  # pyright: ignore[reportMissingImports]
 
     if not (path / "adapter_model.safetensors").is_file():
-        raise RuntimeError("it has no adapters, and policy.lora_rank is set")
+        raise RuntimeError("it has no adapters, but policy.lora_rank is set")
     saved = load_file(path / "adapter_model.safetensors")
     wrong = get_peft_model_state_dict(model).keys() ^ saved.keys()
     if wrong:
-        raise RuntimeError(f"{len(wrong)} adapters do not fit, {sorted(wrong)[0]!r} among them")
+        raise RuntimeError(f"{len(wrong)} adapters do not match, for example {sorted(wrong)[0]!r}")
     set_peft_model_state_dict(model, saved)

@@ -104,10 +104,10 @@ def process_alarms(process: dict[str, Any], now: float, *, is_running: bool) -> 
     silent = now - (last_report or now)
     if not process["alive"]:
         if is_running and last_state != "ended":
-            text = f"{name} is not running (it was: {last_state})"
+            text = f"{name} is not running (its last state: {last_state})"
             yield Alarm(name="gone", severity="page", process=name, text=text, since=last_report)
     elif silent > SILENT_S:
-        text = f"{name} has not reported for {silent:.0f} s (it was: {last_state})"
+        text = f"{name} has not reported for {silent:.0f} s (its last state: {last_state})"
         yield Alarm(name="silent", severity="page", process=name, text=text, window_s=SILENT_S, since=last_report)
     elif last_state.startswith("failed"):
         since = process.get("since") or last_report
@@ -131,7 +131,7 @@ def _missing_parts(run: RunFolder, since: float | None) -> Alarm | None:
 def _stopped(state: dict[str, Any], run: RunFolder, *, is_complete: bool) -> Alarm:
     after = f"after step {state['step']}" if state["step"] else "before its first step"
     of = f" of {state['of']}" if state["step"] and state["of"] else ""
-    text = f"nothing runs, and it stopped {after}{of}"
+    text = f"no process is running; the run stopped {after}{of}"
     if is_complete:
         text += f". Continue: rlhf-pipeline run --resume --out {typed(run.address)}"
     return Alarm(name="stopped", severity="page", text=text, since=state["seen"])
@@ -168,7 +168,7 @@ def _learning_nothing(rows: Sequence[dict[str, Any]], run: RunFolder) -> Iterato
         return
     text = (
         f"{1 - taught / used:.0%} of the trajectories of the newest {len(window)} steps have no gradient, so the "
-        "policy learns next to nothing"
+        "policy learns almost nothing"
     )
     since = window[0].get("time")
     yield Alarm(name="no_gradient", severity="note", text=text, window_steps=len(window), since=since)

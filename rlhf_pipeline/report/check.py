@@ -49,7 +49,7 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
         yield Finding(part=part, ok=False, text=str(error))
         return
     if report.ok:
-        text = f"{count(report.trajectories, what)}, {report.bytes / 1e6:.1f} MB: every checksum holds"
+        text = f"{count(report.trajectories, what)}, {report.bytes / 1e6:.1f} MB: every checksum matches"
         yield Finding(part=part, ok=True, text=text)
         if strayed:
             yield Finding(part=part, ok=False, text=drift_text(strayed))
@@ -59,7 +59,7 @@ def check_store(path: Address, *, part: str = "store", what: str = "trajectory")
     damaged = report.damaged_ids
     if len(damaged):
         some = ", ".join(str(row) for row in damaged[:8].tolist()) + (", ..." if len(damaged) > 8 else "")
-        text = f"{count(len(damaged), what)} cannot be trusted (ids {some}); all others are good. "
+        text = f"{count(len(damaged), what)} are corrupted (ids {some}); all others are intact. "
         way_out = f"Restore it from a copy, or accept the loss: rlhf-pipeline verify {typed(path)} --accept-loss"
         yield Finding(part=part, ok=False, text=text + way_out)
 
@@ -69,7 +69,7 @@ def check_run(run: RunFolder) -> Iterator[Finding]:
     if is_store(run.store_path):
         yield from check_store(run.store_path)
     elif came_to_nothing(run):
-        yield Finding(part="store", ok=True, text="nothing is stored yet")
+        yield Finding(part="store", ok=True, text="no rows are stored yet")
     if is_store(run.rollouts):
         yield from check_store(run.rollouts, part=run.rollouts.name, what="rollout")
     for check in (_check_choice, _check_rows, _check_checkpoints, _check_weights):
@@ -120,7 +120,7 @@ def _check_steps(rows: StepRows) -> Finding:
     name = rows.path.name
     for problem in rows.problems():
         return Finding(part=name, ok=False, text=problem)
-    torn = " (its last line is torn: a kill cut it short; a resume goes on without it)" if rows.is_torn else ""
+    torn = " (its last line is incomplete because of a kill; a resume discards it)" if rows.is_torn else ""
     return Finding(part=name, ok=True, text=f"{count(len(rows), 'step')} without a gap{torn}")
 
 
@@ -134,10 +134,10 @@ def _check_ledger_ids(run: RunFolder) -> Iterator[Finding]:
         return  # the store's own check has reported it
     num_uses, evicted, missing, example = uses
     if missing:
-        text = f"{count(missing, 'trajectory')} that the ledger names are not in the store ({example})"
+        text = f"{count(missing, 'trajectory')} in the ledger are not in the store ({example})"
         yield Finding(part="ledger ids", ok=False, text=text)
         return
-    left = f" or evicted since ({evicted:,}), as max_trajectories asks" if evicted else ""
+    left = f" or evicted ({evicted:,}) because of max_trajectories" if evicted else ""
     yield Finding(part="ledger ids", ok=True, text=f"{num_uses:,} uses of trajectories, all of them in the store{left}")
 
 
@@ -169,7 +169,7 @@ def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:
         if problem is not None:
             yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
             return
-    newest = f", the newest {checkpoints[-1].name}: every checksum holds" if checkpoints else ""
+    newest = f", the newest {checkpoints[-1].name}: every checksum matches" if checkpoints else ""
     yield Finding(part="checkpoints", ok=True, text=f"{count(len(checkpoints), 'checkpoint')}{newest}")
 
 
@@ -191,9 +191,9 @@ def _check_weights(run: RunFolder) -> Iterator[Finding]:
     if problem is not None:
         text = f"{which}{problem}. The learner publishes them again when it starts"
     elif published is None:
-        text = "nothing is published yet"
+        text = "no weights are published yet"
     else:
-        text = f"the newest are of step {published.version}: every checksum holds"
+        text = f"the newest are of step {published.version}: every checksum matches"
     yield Finding(part="weights", ok=problem is None, text=text)
 
 

@@ -45,9 +45,9 @@ def turns_problem(
     sampled = np.repeat(np.append(0, roles), np.diff(np.concatenate([[0], starts, [len(mask)]]))) == POLICY_ROLE
     if (wrong := np.flatnonzero(sampled != mask)).size:
         whose, negation = ("a turn of the policy", "not ") if sampled[wrong[0]] else ("the prompt or a reply", "")
-        return f"token {wrong[0]} is one of {whose}, and the mask says that it was {negation}sampled"
+        return f"token {wrong[0]} belongs to {whose}, but the mask marks it as {negation}sampled"
     if (wrong := np.flatnonzero(np.isfinite(log_probs) & ~mask)).size:
-        return f"token {wrong[0]} was not sampled and has a log-prob"
+        return f"token {wrong[0]} was not sampled but has a log-prob"
     return None
 
 
@@ -68,7 +68,7 @@ def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
                 if problem is None and alone[i] and group >= 0:
                     before, earlier_row = prompts.setdefault(group, (prompt, row))
                     if before != prompt and _have_equal_prompts(stored, earlier_row, row):
-                        problem = f"its prompt has other tokens than that of another member of group {group}"
+                        problem = f"its prompt has other tokens than the prompt of another member of group {group}"
                 if problem is not None:
                     yield row, problem
     if EPISODE_SIZE in stored.columns:
@@ -103,7 +103,7 @@ def _without_all_rows(stored: Stored) -> Iterator[tuple[int, str]]:
         for at in np.flatnonzero(lacks).tolist():
             yield (
                 int(ids[at]),
-                f"it is row {position[at]} of an episode of {size[at]}, and the row beside it is missing",
+                f"it is row {position[at]} of an episode of {size[at]}, but the adjacent row is missing",
             )
 
 
@@ -125,7 +125,7 @@ def _continued(stored: Stored) -> Iterator[tuple[int, str]]:
         if (wrong := np.flatnonzero(child[:common] != parent[:common])).size:
             yield (
                 int(pair[0]),
-                f"it continues trajectory {parents[at]}, and token {wrong[0]} is another than was sampled there",
+                f"it continues trajectory {parents[at]}, but token {wrong[0]} differs from the sampled token",
             )
 
 
@@ -133,6 +133,6 @@ def drift_text(problems: list[tuple[int, str]]) -> str:
     """Return the finding on drifted conversations in words."""
     some = "; ".join(f"id {row}: {problem}" for row, problem in problems[:_EXAMPLES])
     return (
-        f"{count(len(problems), 'conversation')} drifted from what was sampled ({some}). Leave these ids out, and keep "
-        "the sampler's own tokens where they were written."
+        f"{count(len(problems), 'conversation')} with tokens that differ from the sampled tokens ({some}). Exclude "
+        "these ids, and store the sampler's tokens unchanged."
     )

@@ -19,29 +19,30 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
     (
         "The step",
         (
-            Figure("step", "", "optimizer steps taken, this one included"),
+            Figure("step", "", "number of optimizer steps, including this step"),
             Figure("time", "s since 1970", "end of the step"),
-            Figure("policy_version", "steps", "optimizer steps behind the weights that the step began with"),
+            Figure("policy_version", "steps", "number of optimizer steps behind the weights at the start of the step"),
             Figure("num_trajectories", "trajectories", "trajectories in the step's batch"),
-            Figure("num_groups", "groups", "groups that these are from"),
+            Figure("num_groups", "groups", "groups of these trajectories"),
             Figure(
                 "num_taught",
                 "trajectories",
-                "of these, how many change the weights: a gradient, weight in the loss; the ledger names the others",
+                "trajectories of the batch that change the weights (with a gradient, and weight in the loss); the "
+                "ledger lists the others",
             ),
             Figure("watermark", "trajectories", "trajectories stored when the batch was chosen"),
             Figure("lr", "", "learning rate of the step"),
-            Figure("grad_norm", "", "norm of the gradient before it was scaled down to `learn.max_grad_norm`"),
+            Figure("grad_norm", "", "norm of the gradient before clipping to `learn.max_grad_norm`"),
         ),
     ),
     (
         "What was collected",
         (
             Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
-            Figure("task_reward", "reward", "mean over the trajectories collected since the last step, unshaped"),
-            Figure("num_failed", "trajectories", "of those, how many failed: their environment, or a reward function"),
+            Figure("task_reward", "reward", "mean over the trajectories collected since the last step, before shaping"),
+            Figure("num_failed", "trajectories", "trajectories of these whose environment or reward function failed"),
             Figure("completion_length", "tokens", "mean number of tokens after the prompt"),
-            Figure("completion_length_max", "tokens", "the most tokens after a prompt"),
+            Figure("completion_length_max", "tokens", "largest number of tokens after a prompt"),
             Figure("cut_off", "share", "share of completions that ended at `collect.max_new_tokens`"),
             Figure("turns", "turns", "mean number of the policy's turns; only with an environment"),
             Figure("reward_std_in_group", "reward", "standard deviation of the rewards of a group, mean over groups"),
@@ -50,7 +51,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "dropped_groups",
                 "share",
-                "with `collect.dynamic`: of the groups up to the last one needed, the share without spread",
+                "with `collect.dynamic`: share without spread among the groups up to the last one that was needed",
             ),
             Figure(
                 "source_weight/N", "share", "with a curriculum: weight of source N, from 0, for the rollout's prompts"
@@ -65,9 +66,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "reward_failed/NAME", "trajectories", "trajectories that failed and have no result of the reward NAME"
             ),
-            Figure("failed/KIND", "trajectories", "trajectories without a reward by `failure_reason`; left out at 0"),
-            Figure("rollout_s", "s", "time for sampling, grading and storing them"),
-            Figure("tokens_per_s", "tokens/s", "sampling speed over that time"),
+            Figure("failed/KIND", "trajectories", "trajectories without a reward by `failure_reason`; omitted at 0"),
+            Figure("rollout_s", "s", "time for sampling, grading and storing the rollout"),
+            Figure("tokens_per_s", "tokens/s", "sampling speed during that time"),
             Figure("kl_coef", "reward/nat", "weight of the KL penalty in the rewards of the step's trajectories"),
         ),
     ),
@@ -82,7 +83,11 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("evaluation/completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("evaluation/cut_off", "share", "share of completions that ended at the limit"),
             Figure("evaluation/failed", "trajectories", "completions without a reward"),
-            Figure("evaluation/step", "", "of the evaluated weights, where a collector did it and this step is later"),
+            Figure(
+                "evaluation/step",
+                "",
+                "step of the evaluated weights, if a collector evaluated them and this step is later",
+            ),
             Figure("evaluation/seconds", "s", "time of the evaluation"),
         ),
     ),
@@ -92,11 +97,11 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("advantage_std", "", "standard deviation of their advantages"),
             Figure("staleness", "steps", "mean age: `policy_version` minus the oldest version that sampled them"),
             Figure("staleness_max", "steps", "largest age"),
-            Figure("use_count", "steps", "mean number of steps that have used a trajectory, this one included"),
+            Figure("use_count", "steps", "mean number of steps that have used a trajectory, including this step"),
             Figure("use_count_max", "steps", "largest such number"),
             Figure("kl_k1", "nats/token", "behaviour policy against reference, mean of `log p - log q`"),
-            Figure("kl_k2", "nats/token", "the same by half the squared difference"),
-            Figure("kl_k3", "nats/token", "the same by `q/p - 1 - log(q/p)`, which is never negative"),
+            Figure("kl_k2", "nats/token", "the same, estimated by half the squared difference"),
+            Figure("kl_k3", "nats/token", "the same, estimated by `q/p - 1 - log(q/p)`, which is never negative"),
             Figure("kl_per_trajectory", "nats", "`kl_k1` summed over a trajectory, mean over trajectories"),
         ),
     ),
@@ -113,7 +118,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("clip_fraction_high", "share", "share of tokens clipped at the upper bound"),
             Figure("entropy", "nats/token", "entropy of the policy at the sampling temperature"),
             Figure("ess", "share", "effective sample size of the token ratios, 1 on-policy"),
-            Figure("ess_sequence", "share", "effective sample size of the ratios of whole completions"),
+            Figure("ess_sequence", "share", "effective sample size of the ratios of complete completions"),
             Figure("ess_weight", "share", "mean weight that the guard `sample.min_ess` gave; absent without it"),
             Figure("kl_approx", "nats/token", "KL of the clip's reference log-probs against the policy, by k1"),
             Figure("kl_to_ref", "nats/token", "policy against reference, by `loss.kl_estimator`"),
@@ -127,23 +132,27 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("processes", "processes", "processes that share the step"),
             Figure("num_tokens", "tokens", "tokens of the step's trajectories, prompts included"),
             Figure("num_scored_tokens", "tokens", "tokens with a loss"),
-            Figure("num_unscored_tokens", "tokens", "tokens left out because a log-prob is not finite"),
-            Figure("padding_efficiency", "share", "tokens over computed positions; above 1 where prompts are shared"),
+            Figure("num_unscored_tokens", "tokens", "tokens excluded because a log-prob is not finite"),
+            Figure(
+                "padding_efficiency", "share", "tokens divided by computed positions; above 1 if prompts are shared"
+            ),
             Figure("update_s", "s", "time of the step without the rollout"),
-            Figure("update_tokens_per_s", "tokens/s", "`num_tokens` over `update_s`"),
+            Figure("update_tokens_per_s", "tokens/s", "`num_tokens` divided by `update_s`"),
             Figure("peak_memory_mb", "MB", "peak memory so far: of the GPU, or resident memory of the process"),
-            Figure("mfu", "share", "useful operations over `learn.peak_flops`, or a known GPU's data sheet"),
+            Figure(
+                "mfu", "share", "useful operations divided by `learn.peak_flops`, or by the data sheet of a known GPU"
+            ),
         ),
     ),
     (
         "Requests to an object store, for a run at a URL",
         (
             Figure("requests", "requests", "requests of the learner since its previous step"),
-            Figure("bytes_sent", "bytes", "bytes that they put"),
-            Figure("bytes_received", "bytes", "bytes that they read"),
+            Figure("bytes_sent", "bytes", "bytes sent by these requests"),
+            Figure("bytes_received", "bytes", "bytes received by these requests"),
             Figure("rollout_requests", "requests", "requests of the rollout's collector since its previous rollout"),
-            Figure("rollout_bytes_sent", "bytes", "bytes that they put"),
-            Figure("rollout_bytes_received", "bytes", "bytes that they read"),
+            Figure("rollout_bytes_sent", "bytes", "bytes sent by these requests"),
+            Figure("rollout_bytes_received", "bytes", "bytes received by these requests"),
         ),
     ),
 )

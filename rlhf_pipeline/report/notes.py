@@ -91,6 +91,6 @@ class Notes:
             raise DefinitionError(f"a note has at most {_MOST:,} characters.")
         if self.path is None:
             raise DefinitionError(
-                "notes are kept beside a folder; a run at a URL has none. Copy it: rlhf-pipeline copy"
+                "notes are stored beside a local folder; a run at a URL has none. Copy it: rlhf-pipeline copy"
             )
         append_line(self.path, line_of({"id": row, "text": text, "labels": labels}))

@@ -55,8 +55,8 @@ def write_report(run: RunFolder, html_path: Path | None = None) -> Address:
             run.flush()
     except OSError as error:
         raise RunStorageError(
-            f"{page} cannot be written: {error.strerror}. Name another place: "
-            f"rlhf-pipeline report {typed(run.address)} --out FILE.html"
+            f"{page} cannot be written: {error.strerror}. Choose another path: rlhf-pipeline report "
+            f"{typed(run.address)} --out FILE.html"
         ) from error
     return below(run.address, page.name) if html_path is None else page
 

@@ -148,7 +148,7 @@ class View:
         return isinstance(self.address, Path) and not self.address.is_dir()
 
     def refresh(self) -> int:
-        """See what was stored since; return the watermark, 0 if nothing is stored yet."""
+        """See what was stored since; return the watermark, 0 if no rows are stored yet."""
         try:
             return self.stored.store.refresh()
         except MissingPathError:
@@ -159,7 +159,7 @@ class View:
     def about(self) -> Answer:
         """Return the run in one row: name, definition, steps, first and last reward, what is stored, processes."""
         if self.is_gone:
-            raise MissingPathError(f"{self.address} is gone: it was moved or removed.")
+            raise MissingPathError(f"{self.address} no longer exists: it was moved or removed.")
         watermark = self.refresh()
         rows = self.metrics_rows()
         ends = [row["task_reward"] for row in (*rows[:8], *rows[-8:]) if row.get("task_reward") is not None]

@@ -35,19 +35,19 @@ def checkpoint_of(run: RunFolder, requested: int | None, *, form: str) -> Path:
     """Return the checkpoint of a step, by default the newest."""
     saved = {step_of(path): path for path in run.saved()}
     if not saved:
-        raise MissingPathError(f"the run {run.address} has no checkpoint yet: there is nothing to begin with.")
+        raise MissingPathError(f"the run {run.address} has no checkpoint yet, so a new run cannot start from it.")
     step = max(saved) if requested is None else requested
     if step not in saved:
         steps = ", ".join(map(str, sorted(saved)))
         raise MissingPathError(
             f"the run {run.address} has no checkpoint of step {step}; it keeps those of steps {steps} "
-            f"(learn.keep_checkpoints). Name one: {form.format(run=typed(run.address), step=max(saved))}"
+            f"(learn.keep_checkpoints). Choose one: {form.format(run=typed(run.address), step=max(saved))}"
         )
     path = run.bring(saved[step])
     problem = folder_problem(path)
     if problem is not None:
         others = sorted(set(saved) - {step})
-        hint = f" Name another: {form.format(run=typed(run.address), step=others[-1])}" if others else ""
+        hint = f" Choose another: {form.format(run=typed(run.address), step=others[-1])}" if others else ""
         raise DataError(f"the checkpoint {path} is damaged: {problem}.{hint}")
     return path
 
@@ -65,8 +65,8 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
     for change in changes(run.config.pipeline, setup.pipeline):
         if not carries_over(change.field):
             raise RunMismatchError(
-                f"{change}: the checkpoint {checkpoint} holds a model and an optimizer that were made with the first. "
-                f"Leave {change.field} as it was, or start a new run without --from."
+                f"{change}: the checkpoint {checkpoint} has a model and an optimizer that belong to the first "
+                f"value. Do not change {change.field}, or start a new run without --from."
             )
     if not isinstance(out.address, Path):
         raise DefinitionError(f"a run begins from a checkpoint in a folder, not at {out.address}: choose --out FOLDER.")

@@ -146,7 +146,7 @@ def take_part(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -
         return
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=None)
     if trained is None or shards is None:
-        raise DefinitionError("there is no first process to follow: start all of them with torchrun.")
+        raise DefinitionError("there is no first process: start all of them with torchrun.")
     if receive()["what"] == "stop":
         return
     run = RunFolder(run_dir)
@@ -201,7 +201,7 @@ def _set_template(tokenizer: Any, template: str | None) -> None:
         return
     if tokenizer is None:
         raise DefinitionError(
-            "policy.chat_template needs a tokenizer, and the model's folder has none. Put its tokenizer there."
+            "policy.chat_template needs a tokenizer, and the model's folder has none. Copy its tokenizer to the folder."
         )
     tokenizer.chat_template = template_text(template)
 
@@ -366,8 +366,8 @@ def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | N
         return None
     if not isinstance(models.reference, TokenPolicy):
         raise DefinitionError(
-            "learn.reference_every moves the reference of a run in one process; collectors beside a learner keep the "
-            "frozen one. Use `rlhf-pipeline run`, or set learn.reference_every=0."
+            "learn.reference_every updates the reference of a run in one process; collectors beside a learner keep "
+            "the frozen reference. Use `rlhf-pipeline run`, or set learn.reference_every=0."
         )
     reference, policy = models.reference.model, models.policy.model
     return MovingReference(reference, policy, every=learn.reference_every, rate=learn.reference_rate)

@@ -118,7 +118,11 @@ class CheckpointWriter:
         unnamed = [unname_folder(path) for path in checkpoints]
         if unnamed:
             names = ", ".join(path.name for path in checkpoints)
-            self._start(lambda: [shutil.rmtree(path) for path in unnamed], f"old checkpoints ({names}) stay", _UNUSED)
+            self._start(
+                lambda: [shutil.rmtree(path) for path in unnamed],
+                f"old checkpoints ({names}) were not removed",
+                _UNUSED,
+            )
 
     @property
     def is_writing(self) -> bool:
@@ -241,13 +245,13 @@ def newest_checkpoint(
         problem = folder_problem(path)
         if problem is None:
             for message in problems:
-                skip(f"the checkpoint {message}; it is passed over, and the run goes on from {path.name}.")
+                skip(f"the checkpoint {message}; it is skipped, and the run continues from {path.name}.")
             return path
         problems.append(f"{path.name} is damaged: {problem}")
     if problems:
         raise DataError(
-            f"no checkpoint in {folder} is whole: {'; '.join(problems)}. Restore one from a copy, or start the run "
-            "again with --out OTHER_FOLDER."
+            f"no checkpoint in {folder} is intact: {'; '.join(problems)}. Restore one from a copy, or start a new "
+            "run with --out OTHER_FOLDER."
         )
     return None
 
@@ -271,5 +275,5 @@ def _instead(path: Path) -> str:
     """Say what to do without a checkpoint."""
     older = [sibling.name for sibling in list_checkpoints(path.parent) if sibling.name < path.name]
     if older:
-        return f"The one before it is {older[-1]}; --resume goes on from the newest that is whole."
+        return f"The previous one is {older[-1]}; --resume continues from the newest intact checkpoint."
     return "There is no older one: restore it from a copy, or start the run again with --out OTHER_FOLDER."

@@ -90,9 +90,9 @@ def check_parts(run: RunFolder) -> None:
     problems = list(missing_parts(run))
     if problems:
         raise DataError(
-            f"{run.address} is incomplete: {'; '.join(problems)}. Continuing would take steps that do not fit those "
-            "before. Restore what is missing from a copy, or start a new run with --out OTHER_FOLDER. All that is "
-            f"wrong: rlhf-pipeline verify {typed(run.address)}"
+            f"{run.address} is incomplete: {'; '.join(problems)}. Further steps would not match the earlier ones. "
+            "Restore the missing parts from a copy, or start a new run with --out OTHER_FOLDER. To list all "
+            f"problems: rlhf-pipeline verify {typed(run.address)}"
         )
 
 
@@ -107,13 +107,13 @@ def missing_parts(run: RunFolder) -> Iterator[str]:
     num_steps = max(len(run.ledger), len(run.metrics))
     for rows in (run.ledger, run.metrics):
         if rows.last_step < newest:
-            yield f"{rows.path.name} ends with step {rows.last_step}, and there is a checkpoint of step {newest}"
+            yield f"{rows.path.name} ends with step {rows.last_step}, but there is a checkpoint of step {newest}"
         elif len(rows) != rows.last_step:
             yield f"{rows.path.name} has {len(rows)} rows up to step {rows.last_step}"
         elif rows.is_moved:
             yield f"the last line of {rows.path.name} fails its checksum or has moved"
     if num_steps and not saved:
-        yield f"there is no checkpoint, and {num_steps} steps were taken"
+        yield f"there is no checkpoint, but {num_steps} steps were taken"
     if num_steps or newest or (saved and run.config.begun_from is None):  # a branch has a checkpoint before a store
         row = run.ledger.of_step(newest)
         stored = (
@@ -124,9 +124,9 @@ def missing_parts(run: RunFolder) -> Iterator[str]:
         begun = -(-newest // _steps_per_rollout(run.config.pipeline))
         yield from _missing_rows(run, run.rollouts.name, begun, "rollouts")
     if (num_steps or saved) and run.config.pipeline.get("replay") is not None and not has_chosen(run):
-        yield f"there is no {run.choice_file.name}, which says what it learns from"
+        yield f"there is no {run.choice_file.name}, which records the selected trajectories"
     if len(run.ledger) and "rollout" in run.ledger[-1] and not run.is_of_several and not has_chosen(run):
-        yield f"there is no {run.rollouts.name}, where its collectors counted"
+        yield f"there is no {run.rollouts.name}, which records the rollouts of its collectors"
 
 
 def _missing_rows(run: RunFolder, name: str, counted: int, what: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.config_text import override_all, to_json
 from rlhf_pipeline.run.inputs import APART
 
-LAST_BITS: Final = "from here on, figures and weights may differ in their last bits from those of the run left alone"
+LAST_BITS: Final = "from here on, metrics and weights may differ in their last bits from those of an unchanged run"
 
 _SILENT: Final = frozenset(
     {
@@ -28,8 +28,8 @@ learned."""
 _WITH_CONSEQUENCE: Final[Mapping[str, str]] = {
     **dict.fromkeys(("learn.token_budget", "learn.layout", "learn.compile", "learn.offload_optimizer"), LAST_BITS),
     "collect.reward_timeout_s": "reward calls from here on fail after that time",
-    "collect.step_timeout_s": "answers of an environment from here on fail after that time",
-    "collect.retries": "calls and conversations that fail from here on are tried again that often",
+    "collect.step_timeout_s": "calls of an environment from here on fail after that time",
+    "collect.retries": "calls and conversations that fail from here on are retried at most that many times",
     "collect.engine": "from here on, other completions of the same weights are drawn",
     **dict.fromkeys(
         ("collect.num_slots", "collect.reply_after", "collect.live_conversations"),
@@ -145,7 +145,7 @@ def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, s
     if change.field in _WITH_CONSEQUENCE:
         return f"{change}: {_WITH_CONSEQUENCE[change.field]}."
     if _makes_others(change.field):
-        return f"{change}: evaluations from step {step} on are others; {APART}."
+        return f"{change}: evaluations from step {step} on are different; {APART}."
     if change.field not in _SCHEDULE:
         return f"{change}, from step {step} on."
     before = _learn(recorded.get("learn", {}))
@@ -156,8 +156,8 @@ def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, s
     advice = ""
     if change.field == "learn.steps" and step > 1:
         advice = (
-            " To keep the schedule as it was, add "
-            f"--set learn.lr_decay_steps={before.lr_decay_steps or before.steps + 1}"
+            " To keep the previous schedule, add --set "
+            f"learn.lr_decay_steps={before.lr_decay_steps or before.steps + 1}"
         )
     last = f"that of step {step - 1} was {before.learning_rate(step - 1):.3g}; " if step > 1 else ""
     return (

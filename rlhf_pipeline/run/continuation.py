@@ -51,10 +51,10 @@ def check_free_or_recorded(run: RunFolder, *, resume: bool, again: str = "add --
         _, reward = run.first_and_last_reward()
         state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
         raise RunExistsError(
-            f"{run.address} holds a run already{state}. Go on with it: {again}. "
-            f"Or keep it and choose another folder: {free}"
+            f"{run.address} already contains a run{state}. To continue it: {again}. To keep it, choose another "
+            f"folder: {free}"
         )
-    what = "is not a run; nothing in it is touched" if run.path.is_dir() else "is a file"
+    what = "is not a run; it was not changed" if run.path.is_dir() else "is a file"
     raise RunExistsError(f"{run.address} exists and {what}. Choose another folder: {free}")
 
 
@@ -66,14 +66,13 @@ def check_processes(run: RunFolder, *, several: bool) -> None:
     """
     if not several and run.is_of_several:
         raise RunMismatchError(
-            f"{run.address} is a run of several processes. Go on with it: add --collectors N, for example "
+            f"{run.address} is a run with several processes. To continue it, add --collectors N, for example "
             "--collectors 1."
         )
     if several and run.place.has(filenames.STORE) and not run.is_of_several:
         raise RunMismatchError(
-            f"{run.address} is a run in one process. Go on with it: "
-            f"rlhf-pipeline run --resume --out {typed(run.address)}, or "
-            "start another run for several processes in another folder."
+            f"{run.address} is a run in one process. To continue it: rlhf-pipeline run --resume --out "
+            f"{typed(run.address)}. Or start another run with several processes in another folder."
         )
 
 
@@ -113,8 +112,8 @@ def check_unchanged(
             _with_its_weights(run, options) if all(carries_over(change.field) for change in differences) else None
         )
         raise RunMismatchError(
-            f"{run.address} was started with another definition: {'; '.join(changed)}. Go on with the recorded "
-            f"one, or {otherwise or 'start a new run with --out OTHER_FOLDER.'}"
+            f"{run.address} was started with another definition: {'; '.join(changed)}. Continue with the recorded "
+            f"definition, or {otherwise or 'start a new run with --out OTHER_FOLDER.'}"
         )
     if inputs:
         from_checkpoint = (

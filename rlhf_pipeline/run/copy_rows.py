@@ -99,7 +99,7 @@ def gather_schema(choice: Choice) -> Schema:
                 if name in first_stores and (expected.dtype, expected.axis) != (column.dtype, column.axis):
                     raise DataError(
                         f"the column '{name}' is {_kind(expected)} in {first_stores[name]} and {_kind(column)} in "
-                        f"{path}. Learn from one of them, or export one and import it again."
+                        f"{path}. Learn from only one of them, or export one and import it again."
                     )
                 if expected.axis != column.axis:
                     raise DataError(
@@ -203,8 +203,8 @@ class Gatherer:
             return None
         if missing := [name for name in self._reward_columns() if name not in columns]:
             raise DataError(
-                f"write.estimator takes the rewards one by one, and the stores have no column {missing[0]!r}. Their "
-                "rewards were stored as one: set write.estimator=grpo."
+                f"write.estimator needs the named rewards, but the stores have no column {missing[0]!r}. Only the "
+                "sum of their rewards was stored: set write.estimator=grpo."
             )
         values = [torch.from_numpy(np.array(columns[name], np.float64)) for name in self._reward_columns()]
         return NamedRewards(torch.stack(values, 1), tuple(weights), tuple(weights.values()))
@@ -219,8 +219,8 @@ class Gatherer:
         at = np.flatnonzero((self.choice.source == source) & (self.choice.row == row))
         if not len(at):
             raise DataError(
-                f"the store at {self.target.path} holds a trajectory that was not chosen (row {row} of source "
-                f"{source}). Something else has written to it; start a new run with --out OTHER_FOLDER."
+                f"the store at {self.target.path} contains a trajectory that was not selected (row {row} of source "
+                f"{source}). Another process has written to it; start a new run with --out OTHER_FOLDER."
             )
         return int(self.choice.ends[np.searchsorted(self.choice.ends, int(at[0]), "right")])
 
@@ -229,8 +229,8 @@ class Gatherer:
         counts = GatherCounts(trajectories=len(self.target), dropped=len(self.choice) - len(self.target))
         if not len(self.target):
             raise DataError(
-                "every group is without spread, and write.zero_variance=drop leaves such groups out: there is nothing "
-                "to learn from. Choose other trajectories, or set write.zero_variance=keep."
+                "no group has spread, and write.zero_variance=drop excludes such groups: there is nothing to learn "
+                "from. Select other trajectories, or set write.zero_variance=keep."
             )
         flags = self.target.read_scalars(COMPUTED.name)
         for bit, name in enumerate(("behaviour_scored", "reference_scored", "advantages")):
@@ -244,12 +244,12 @@ class Gatherer:
             batch = source.read_batch(rows, schema).fitted(schema)
         except MissingRowError as error:
             raise DataError(
-                f"{source.path} has lost trajectories that this run was started with ({error}). They were evicted; "
-                "start a new run with --out OTHER_FOLDER to learn from what is there now."
+                f"{source.path} has lost trajectories that this run had selected ({error}). They were evicted; "
+                "start a new run with --out OTHER_FOLDER to learn from the remaining ones."
             ) from error
         except CorruptionError as error:
             raise DataError(
-                f"{source.path} has been damaged since this run has chosen from it: {error} Restore the store from a "
+                f"{source.path} was damaged after this run had selected from it: {error} Restore the store from a "
                 "copy, or start a new run with --skip-damaged and --out OTHER_FOLDER."
             ) from error
         values = batch.values
@@ -411,7 +411,7 @@ def _episode_columns(batch: Batch, schema: Schema) -> dict[Key, Flat]:
 def _axis(schema: Schema) -> str:
     axis = schema["input_ids"].axis
     if axis is None:
-        raise DataError("the column 'input_ids' holds one number per trajectory; it must be ragged.")
+        raise DataError("the column 'input_ids' has one number per trajectory; it must be ragged.")
     return axis
 
 

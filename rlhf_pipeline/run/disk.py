@@ -166,9 +166,10 @@ class DiskWatch:
         reserve = self._most_at_once + self._newest_checkpoint
         if self._allowed is not None and used + reserve > self._allowed:
             raise RunStorageError(
-                f"{self._folder} takes {used:,} bytes, one more step and its checkpoint up to {reserve:,}, and "
-                f"buffer.max_bytes is {self._allowed:,}. Everything is saved. Continue with more: rlhf-pipeline run "
-                f"--resume --out {typed(self._folder)} --set buffer.max_bytes={2 * (used + reserve)}"
+                f"{self._folder} uses {used:,} bytes, one more step and its checkpoint need up to {reserve:,}, and "
+                f"buffer.max_bytes is {self._allowed:,}. The run is saved. To continue with a higher limit: "
+                f"rlhf-pipeline run --resume --out {typed(self._folder)} --set "
+                f"buffer.max_bytes={2 * (used + reserve)}"
             )
         if is_due:
             self._warn(now, used)
@@ -206,11 +207,11 @@ def named_disk_errors(run: RunFolder) -> Iterator[None]:
             raise
         if isinstance(run.address, Path) and not run.path.is_dir():
             raise RunStorageError(
-                f"the run folder {run.address} is gone: it was moved or removed while the run wrote to it. Put it "
-                "back, or go on with it at its new place: rlhf-pipeline run --resume --out NEW_PLACE"
+                f"the run folder {run.address} no longer exists: it was moved or removed while the run wrote to it. "
+                "Move it back, or continue the run at its new path: rlhf-pipeline run --resume --out NEW_PLACE"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
-            advice = "Choose a folder that can be written: --out OTHER_FOLDER."
+            advice = "Choose a writable folder: --out OTHER_FOLDER."
         else:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             advice = (

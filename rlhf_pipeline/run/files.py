@@ -101,7 +101,7 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
         listed: Any = json.loads((folder / MANIFEST).read_bytes())
         files = {str(name): (int(entry["bytes"]), str(entry["crc32c"])) for name, entry in listed["files"].items()}
     except (FileNotFoundError, NotADirectoryError):
-        return f"it has no {MANIFEST}, so it was never finished"
+        return f"it has no {MANIFEST}, so it was never completed"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"its {MANIFEST} is damaged"
     for name, (size, checksum) in sorted(files.items()):
@@ -111,7 +111,7 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
             if current != size:
                 return f"{name} has {current:,} bytes, and had {size:,}"
             if checksums and _crc32c(file) != checksum:
-                return f"{name} has other bytes than were written (its CRC32C differs)"
+                return f"the bytes of {name} differ from those that were written (its CRC32C differs)"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return f"it has no {name}"
     return None

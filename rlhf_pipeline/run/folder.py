@@ -200,7 +200,7 @@ class RunFolder:
 
     @contextmanager
     def lock(
-        self, *, shared: bool = False, advice: str = "Stop that first, or choose another folder with --out."
+        self, *, shared: bool = False, advice: str = "Stop that process first, or choose another folder with --out."
     ) -> Iterator[None]:
         """Hold the folder's lock, which the kernel drops with its process; the folder is made if absent.
 

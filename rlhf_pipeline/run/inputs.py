@@ -31,7 +31,7 @@ _TEXT_FILES: Final = (
 _ENDS: Final = 1 << 20
 """Bytes read at each end of a weight file, so that a model of 100 GB is checked in milliseconds."""
 
-APART: Final = "they are stored apart, and the best checkpoint is chosen among them alone"
+APART: Final = "they are stored separately, and the best checkpoint is selected only from them"
 """The consequence for evaluations of other prompts, sizes or rewards: their means are not those of the earlier ones."""
 
 LARGEST_PROMPTS: Final = 64 << 20
@@ -112,7 +112,7 @@ def changed_prompts(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipelin
         if before is not None and field in now and now[field] != before:
             yield (
                 f"{path} ({field}) has changed since the run was last started: {_sizes(before, now[field])}. "
-                f"Evaluations from here on are of the new prompts; {APART}."
+                f"Evaluations from here on use the new prompts; {APART}."
             )
 
 
@@ -146,11 +146,11 @@ def check_inputs(
         instead = None if field == "policy.path" else otherwise
         was = _recorded_path(definition or {}, field)
         if was not in (None, paths[field]):
-            problem = f"{field} was {was}, is {paths[field]}, whose content is another: {what}. Name the recorded one"
+            problem = f"{field} was {was}, is {paths[field]}, whose content differs: {what}. Use the recorded file"
         else:
-            problem = f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Put the old one back"
+            problem = f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Restore the old file"
         raise RunMismatchError(
-            f"{problem} to go on with this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
+            f"{problem} to continue this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
         )
 
 
@@ -216,7 +216,7 @@ def _together(files: Sequence[Path]) -> str:
 def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if before["size"] != now["size"]:
         return f"it had {before['size']:,} bytes, it has {now['size']:,}"
-    return f"it has {now['size']:,} bytes as before, and other content"
+    return f"it has {now['size']:,} bytes as before, but different content"
 
 
 def model_files(folder: Path) -> dict[str, Any]:

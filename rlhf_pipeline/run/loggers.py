@@ -106,6 +106,6 @@ def _plain(value: Any) -> str | int | float:
 
 def _not_installed(kind: str, why: str) -> DefinitionError:
     return DefinitionError(
-        f"learn.logger={kind} cannot be used: {why}. Install it: pip install {kind}. "
-        "Or leave learn.logger out; metrics.jsonl has the same figures."
+        f"learn.logger={kind} cannot be used: {why}. Install it: pip install {kind}. Or omit learn.logger; "
+        "metrics.jsonl has the same metrics."
     )

@@ -197,7 +197,7 @@ class Loop:
             self.metrics.recheck()
         problem = self.folder.lines_problem(self.progress.step, state.get("lines", {}))
         if problem is not None:
-            raise DataError(f"the checkpoint {newest} does not fit its run: {problem}. {RESTORE}")
+            raise DataError(f"the checkpoint {newest} does not match its run: {problem}. {RESTORE}")
         storage, oldest = self.learner.buffer.trajectories, self.learner.max_staleness
         with named_damage(self.folder, self.progress.step, self._saved):
             check_served(storage.store, state.get("rows", {}))
@@ -254,7 +254,7 @@ class Loop:
                 self._drop(progress.step)
                 self._finish_checkpoint()
         except StopAskedError as error:  # the step being evaluated has no line yet, and is taken again
-            notify(self.on_event, f"the evaluation is given up: {error}. --resume does it again.")
+            notify(self.on_event, f"the evaluation was cancelled: {error}. --resume repeats it.")
             reason = "interrupted"
             self._finish_checkpoint()
         self.after(progress.step, reason)

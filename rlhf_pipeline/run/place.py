@@ -32,12 +32,12 @@ def not_found(path: Address, kind: str = "run") -> MissingPathError:
     """Return an error that names the runs that exist."""
     if not isinstance(path, Path):
         return MissingPathError(
-            f"there is no {kind} at {path}. Make one: rlhf-pipeline run copy_digits --out {typed(path)}"
+            f"there is no {kind} at {path}. Create one: rlhf-pipeline run copy_digits --out {typed(path)}"
         )
     runs = sorted({*_runs_in(path.parent), *_runs_in(Path("runs"))})
     runs += [at / filenames.STORE for at in (path, path.parent) if is_store(at / filenames.STORE)]
     if not runs:
-        hint = " Make one: rlhf-pipeline run copy_digits"
+        hint = " Create one: rlhf-pipeline run copy_digits"
     else:
         near = did_you_mean(str(path), [str(run) for run in runs if run != path])
         hint = near.replace("Known:", "Runs here:") if len(runs) <= 8 else near.split(" Known:")[0]

@@ -31,7 +31,7 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
     except UnicodeEncodeError as error:
         encoding = sys.getfilesystemencoding()
         raise DefinitionError(
-            f"{option} {out}: Python reads file names as {encoding} here, which does not know this one. "
+            f"{option} {out}: Python uses the encoding {encoding} for file names, which cannot encode this name. "
             f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
         ) from error
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
@@ -40,13 +40,13 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
             can_lock = not locks or _keeps_others_out(Path(file.name))
     except OSError as error:
         raise RunStorageError(
-            f"{out} cannot be {'written' if existing == out else 'made'}: {existing}: {error.strerror}. "
-            f"Choose a folder that can be written: {option} OTHER_FOLDER"
+            f"{out} cannot be {'written' if existing == out else 'made'}: {existing}: {error.strerror}. Choose a "
+            f"writable folder: {option} OTHER_FOLDER"
         ) from error
     if not can_lock:
         raise RunStorageError(
-            f"{existing} cannot lock a file so that another process sees it, and a run is written by one process "
-            f"alone. Choose a local disk: {option} OTHER_FOLDER"
+            f"file locks in {existing} are not visible to other processes, but a run needs them. Choose a local "
+            f"disk: {option} OTHER_FOLDER"
         )
 
 
@@ -67,7 +67,7 @@ def check_device(device: str) -> None:
     kind = device.partition(":")[0]
     if not re.fullmatch(r"[a-z]+(:\d+)?", device) or kind not in _DEVICES:
         hint = did_you_mean(kind, _DEVICES)
-        raise DefinitionError(f"--device {device}: there is no such device.{hint} A number may follow: cuda:1.")
+        raise DefinitionError(f"--device {device}: there is no such device.{hint} A number may be added: cuda:1.")
 
 
 def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
@@ -80,8 +80,8 @@ def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
         )
         if unknown:
             raise DataError(
-                f"the prompt {prompt.text!r} (answer {prompt.answer!r}) has characters that the model does not know: "
-                f"{' '.join(map(repr, unknown))}. Add them to the definition: TinyPolicy(alphabet=...)."
+                f"the prompt {prompt.text!r} (answer {prompt.answer!r}) has characters that are not in the model's "
+                f"alphabet: {' '.join(map(repr, unknown))}. Add them to the definition: TinyPolicy(alphabet=...)."
             )
 
 
@@ -97,8 +97,8 @@ def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> No
     shared = [prompt.text for prompt in readers[1]() if prompt.text in learned]
     if shared:
         raise DefinitionError(
-            f"{field} has {len(shared)} prompts that the run learns from, the first is {shared[0][:60]!r}. "
-            "Take them out of one of the two files: an evaluation is on prompts that are never learned from."
+            f"{field} has {len(shared)} prompts that the run learns from; the first is {shared[0][:60]!r}. Remove "
+            "them from one of the two files: evaluation prompts must never be learned from."
         )
 
 

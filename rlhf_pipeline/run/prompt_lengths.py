@@ -92,9 +92,8 @@ def fitting(
     positions = tuple(position for position in range(len(prompts)) if position not in gone)
     if not positions:
         raise DataError(
-            f"all {len(prompts):,} prompts of {source.path or 'rows'} are too long: more than "
-            f"{most:,} tokens each. Raise prompts.max_prompt_tokens, or take a model with a longer "
-            "context."
+            f"all {len(prompts):,} prompts of {source.path or 'rows'} are too long: more than {most:,} tokens each. "
+            "Raise prompts.max_prompt_tokens, or use a model with a longer context."
         )
     return ChosenPrompts(source=source, positions=positions)
 
@@ -109,7 +108,7 @@ def skipped_notices(source: PromptSource, policy: TokenPolicy, prefill: str = ""
                 counts["too_long"] = total - len(left) if isinstance(left, ChosenPrompts) else 0
             rules = ", ".join(f"{rule} {counts.get(rule, 0):,}" for rule in cast("tuple[str, ...]", part.skip))
             rows = total + sum(counts.values()) - counts.get("too_long", 0)
-            yield f"{part.path or 'rows'}: of {rows:,} prompts are left out: {rules}."
+            yield f"{part.path or 'rows'}: of {rows:,} prompts were skipped: {rules}."
 
 
 def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
@@ -128,13 +127,13 @@ def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
     for part in _parts(pipeline.prompts):
         if getattr(part, "as_chat", False) and not has_template:  # a source that says nothing takes what there is
             advice = (
-                "--set prompts.as_chat=false says the same without this notice."
+                "--set prompts.as_chat=false has the same effect without this notice."
                 if part is pipeline.prompts and is_dataclass(part)
-                else f"as_chat=False of {type(part).__name__} says the same without this notice."
+                else f"as_chat=False of {type(part).__name__} has the same effect without this notice."
             )
             yield (
-                "the prompts are meant for a chat template (prompts.as_chat), and the tokenizer has none: the model "
-                f"gets the plain text. {advice}"
+                "the prompts are intended for a chat template (prompts.as_chat), but the tokenizer has none: the "
+                f"model receives the plain text. {advice}"
             )
             break
 
@@ -209,12 +208,12 @@ def _sentence(prompt: Prompt, source: PromptSource, num: int, policy: TokenPolic
     where = f"the prompt of line {line} of {path} (field '{field}')" if line is not None else "a prompt"
     count = f"{'at least ' if most is not None and num == most + 1 else ''}{num:,} tokens"
     if positions is not None and most != getattr(source, "max_prompt_tokens", None):
-        why = f"and the model's context is {positions:,}: nothing can follow it"
+        why = f"and the model's context is {positions:,}: no completion fits"
     else:
         why = f"and prompts.max_prompt_tokens is {most:,}"
     return (
-        f"{where} has {count}, {why} ({prompt.text[:40]!r}...). Leave such prompts out, and have them counted: "
-        "--set prompts.skip=too_long; or take a model with a longer context: --set policy.path=FOLDER"
+        f"{where} has {count}, {why} ({prompt.text[:40]!r}...). Skip and count such prompts: --set "
+        "prompts.skip=too_long; or use a model with a longer context: --set policy.path=FOLDER"
     )
 
 

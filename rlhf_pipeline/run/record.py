@@ -116,11 +116,11 @@ class RunRecord:
                 f"{file} is not JSON ({error}). Restore it, or start a new run with another --out."
             ) from error
         if not isinstance(data, dict) or "definition" not in data:
-            raise DataError(f"{file} is not the configuration of a run: it names no 'definition'.")
+            raise DataError(f"{file} is not the configuration of a run: it has no 'definition'.")
         if data.get("format") != FORMAT:
             raise DataError(
                 f"{file} has format {data.get('format')!r}; this version of rlhf-pipeline reads format {FORMAT}. "
-                "Read it with the version that wrote it (its 'versions' say which), or upgrade this one."
+                "Read it with the version that wrote it (see its 'versions'), or upgrade this version."
             )
         if data.pop("crc32c", None) not in (None, checksum_of(data)):
             raise DataError(

@@ -28,16 +28,16 @@ from rlhf_pipeline.user_code.identity import changed_parts, identity_of
 _FIELDS: Final = {
     "reward": (
         "reward function",
-        "trajectories from here on are graded by the new one, and those before keep the rewards of the old one",
+        "trajectories from here on are graded by the new one; earlier trajectories keep their rewards",
     ),
     "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
-    "environment": ("environment", "conversations from here on are answered by the new one"),
-    "evaluate.prompts": ("source of evaluation prompts", f"evaluations from here on are of the new ones; {APART}"),
+    "environment": ("environment", "conversations from here on use the new one"),
+    "evaluate.prompts": ("source of evaluation prompts", f"evaluations from here on use the new prompts; {APART}"),
     "loss.objective": ("objective", "steps from here on minimise the new one"),
     "sample.strategy": ("sampling strategy", "steps from here on are chosen by the new one"),
     "write.estimator": (
         "advantage estimator",
-        "advantages from here on are computed by the new one, and stored ones stay as they are",
+        "advantages from here on are computed by the new one, and stored ones do not change",
     ),
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
@@ -107,7 +107,7 @@ def changed_code(
             continue  # nothing is sampled or graded
         _, consequence = _FIELDS[field]
         if field in GRADERS and evaluates:
-            consequence = f"evaluations from here on are by the new one; {APART}" + (
+            consequence = f"evaluations from here on use the new one; {APART}" + (
                 "" if pipeline.replay is not None else f"; {consequence}"
             )
         yield CodeChange(

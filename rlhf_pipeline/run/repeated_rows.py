@@ -35,9 +35,9 @@ def named_damage(run: RunFolder, step: int, saved: int | None) -> Iterator[None]
             again = typed(f"{run.address}@{saved}")
             instead = f", or begin a new run with the checkpoint (rlhf-pipeline run --from {again} --out OTHER_FOLDER)"
         raise DataError(
-            f"step {step + 1} would learn from trajectories that cannot be trusted, so it is not taken: {error} "
-            f"Restore the store from a copy and go on with --resume{instead}. All that is wrong: "
-            f"rlhf-pipeline verify {typed(run.address)}"
+            f"step {step + 1} would learn from corrupted trajectories, so it is not taken: {error} Restore the "
+            f"store from a copy and continue with --resume{instead}. To list all problems: rlhf-pipeline verify "
+            f"{typed(run.address)}"
         ) from error
 
 

@@ -49,8 +49,8 @@ def replay_stores(job: Run, replay: Replay, *, on_event: EventHandler) -> RunFin
         if policy.temperature != pipeline.collect.temperature:
             notify(
                 on_event,
-                f"the trajectories were sampled at temperature {policy.temperature:g}, and are scored at it, not at "
-                f"collect.temperature={pipeline.collect.temperature:g}.",
+                f"the trajectories were sampled at temperature {policy.temperature:g}, and are scored at this "
+                f"temperature, not at collect.temperature={pipeline.collect.temperature:g}.",
             )
         if Choice.load(folder) is None:
             followed = ledger_to_follow(address_of(choice.sources[0].path)) if replay.recorded_order else None
@@ -122,9 +122,9 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
         (counts.reference_scored, "got reference log-probs"),
         (counts.advantages, "got an advantage"),
         (counts.dropped, "of groups without spread were dropped"),
-        (ungraded, "have no reward and were left out"),
-        (damaged, "are damaged and were left out"),
-        (repeated, "are stored again later and were left out"),
+        (ungraded, "have no reward and were skipped"),
+        (damaged, "are damaged and were skipped"),
+        (repeated, "are superseded by later rows and were skipped"),
     ):
         if figure:
             sentences.append(f"{figure:,} {what}")

@@ -172,7 +172,7 @@ class StepRows(Sequence[Row]):
                 line = file.readline()
                 sealed |= _SEAL.search(line) is not None
                 if not _holds(line, start, sealed=sealed):
-                    yield f"line {place + 1} fails its checksum: it was cut, changed or moved"
+                    yield f"line {place + 1} fails its checksum: it was truncated, changed or moved"
                     return
                 if _step_of(line) != place + 1:
                     yield (
@@ -253,7 +253,7 @@ class StepRows(Sequence[Row]):
             raise DataError(f"{self.path}: line {place + 1} fails its checksum. {_RESTORE}")
 
     def _row(self, line: bytes, place: int | None = None) -> Row:
-        wrong = "this line has no whole number 'step'"
+        wrong = "this line has no integer 'step'"
         try:
             row = json.loads(line.decode())
             if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -145,23 +145,24 @@ class Run(Setup):
     def _check_processes(self) -> None:
         replay, together = self.pipeline.replay is not None, is_one_of_several()
         if self.supervised is not None and together:
-            raise DefinitionError("--collectors and torchrun do not go together yet; leave one of them out.")
+            raise DefinitionError("--collectors and torchrun cannot be combined yet; omit one of them.")
         if replay and together:
-            raise DefinitionError("learning from stores takes one process: start it without torchrun.")
+            raise DefinitionError("learning from stores needs a single process: start it without torchrun.")
         if self.joins is None and self.supervised is None:
             return
         if replay:
             raise DefinitionError(
-                "this definition learns from existing stores (replay), so there is nothing to collect. "
-                "Run it in one process: `rlhf-pipeline run`, without --collectors."
+                "this definition learns from existing stores (replay), so it has no collectors. Run it in one "
+                "process: `rlhf-pipeline run`, without --collectors."
             )
         if self.pipeline.learn.reference_every:
             raise DefinitionError(
-                "learn.reference_every moves the reference model of a run in one process; collectors keep the frozen "
-                "one. Leave --collectors out, or set learn.reference_every=0."
+                "learn.reference_every updates the reference model of a run in one process; collectors keep the "
+                "frozen reference. Omit --collectors, or set learn.reference_every=0."
             )
         if self.pipeline.curriculum is not None:
             raise DefinitionError(
-                "a curriculum needs every earlier rollout in the store, and collectors beside a learner work on "
-                "several at once. Collect in one process (`rlhf-pipeline run` without --collectors), or leave it out."
+                "a curriculum needs every earlier rollout in the store, but collectors beside a learner work on "
+                "several rollouts at once. Collect in one process (`rlhf-pipeline run` without --collectors), or "
+                "remove the curriculum."
             )

@@ -22,7 +22,7 @@ def definition_of(
     definition: str | None = None,
     *,
     trust: bool,
-    moved: str = "name its new place: --definition FILE.py[:function]",
+    moved: str = "give its new path: --definition FILE.py[:function]",
 ) -> definitions.Definition:
     """Return the definition that is named, or else that a run was started with: its file, or the copy in its folder."""
     if definition:
@@ -33,8 +33,8 @@ def definition_of(
     more = [text for _, text in run.config.overrides if CODE.search(text)]
     if foreign and more:
         raise DefinitionError(
-            f"{run.address} was not started here, and its settings name code of its own: {more[0]}. Read it, then add "
-            "--trust to execute it."
+            f"{run.address} was not started here, and its settings refer to custom code: {more[0]}. Read it, then "
+            "add --trust to execute it."
         )
     if not source.endswith(".py"):
         return definitions.find(spec)
@@ -42,13 +42,13 @@ def definition_of(
     source_file = next((file for file in (Path(source), copy) if file.is_file()), None)
     if source_file is None:
         raise MissingPathError(
-            f"the definition that {run.address} was started with is gone: there is no file {source}, and no copy at "
-            f"{copy}. If the file has moved, {moved}"
+            f"the definition of {run.address} no longer exists: there is no file {source}, and no copy at {copy}. "
+            f"If the file has moved, {moved}"
         )
     if foreign:
         raise DefinitionError(
-            f"{run.address} was not started here, and its definition is code of its own: {typed(source_file)}. Read "
-            "it, then add --trust to execute it. Or name a definition of yours on the command line."
+            f"{run.address} was not started here, and its definition is custom code: {typed(source_file)}. Read it, "
+            "then add --trust to execute it. Or give your own definition on the command line."
         )
     return definitions.find(f"{source_file}:{function}")
 

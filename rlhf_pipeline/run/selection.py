@@ -107,7 +107,7 @@ class Choice:
         if google_crc32c.value(content) != state["table_crc32c"]:
             raise DataError(
                 f"{run.choice_table} {'fails its checksum' if content else 'does not exist'}. Restore it from a "
-                "copy, or start the run again with --out OTHER_FOLDER."
+                "copy, or start a new run with --out OTHER_FOLDER."
             )
         table = np.load(io.BytesIO(content), allow_pickle=False)
         return cls(
@@ -127,12 +127,14 @@ def stores_of(replay: Replay) -> list[Address]:
             "no store to learn from: rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
         )
     if replay.weights and len(replay.weights) != len(replay.stores):
-        raise DefinitionError(f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give each store one.")
+        raise DefinitionError(
+            f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give one weight per store."
+        )
     stores = [open_run_or_store(path)[1] for path in replay.stores]
     stores = [store.resolve() if isinstance(store, Path) else store for store in stores]
     for at, store in enumerate(stores):
         if store in stores[:at]:
-            raise DefinitionError(f"the store {store} is named twice. Draw more from it with a weight instead.")
+            raise DefinitionError(f"the store {store} is given twice. To draw more from it, use a weight.")
     return stores
 
 
@@ -145,7 +147,7 @@ def open_sources(paths: Sequence[Address]) -> Iterator[list[TrajectoryStore]]:
             try:
                 stores.append(stack.enter_context(TrajectoryStore.open(path, mode="r")))
             except StoreNotFoundError as error:
-                raise MissingPathError(f"there is no store at {path} any more: {error}") from error
+                raise MissingPathError(f"there is no longer a store at {path}: {error}") from error
         yield stores
 
 
@@ -245,14 +247,14 @@ def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None
         too_long = int(np.count_nonzero(part.tokens > limits.positions))
         raise DataError(
             f"{store.path}: {too_long:,} of {len(part.row):,} trajectories have more tokens than the policy has "
-            f"positions ({limits.positions:,}); the longest has {longest:,}. Leave them out: "
-            f"--filter 'num_tokens<={limits.positions}'"
+            f"positions ({limits.positions:,}); the longest has {longest:,}. Exclude them: --filter "
+            f"'num_tokens<={limits.positions}'"
         )
     looked_at = part.row[:: max(len(part.row) // _LOOKED_AT, 1)]
     check_vocabulary(store.read_ragged("input_ids", looked_at).values, limits, str(store.path))
     if not store.read_ragged("assistant_mask", looked_at).values.any():
         raise DataError(
-            f"{store.path}: the column assistant_mask, which marks the tokens that the policy produced, marks none, so "
+            f"{store.path}: the column assistant_mask, which marks the tokens of the policy, marks no token, so "
             "there is nothing to learn from. Were the rows stored without it?"
         )
 
@@ -262,9 +264,9 @@ def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> Non
     highest = int(tokens.max(initial=0))
     if highest >= limits.vocabulary:
         raise DataError(
-            f"{path} holds the token id {highest:,}, and the policy knows {limits.vocabulary:,} tokens: the store was "
-            "made with another tokenizer. Import it with the policy's (--tokenizer FOLDER), or use the policy that "
-            "it was made for (--set policy.path=FOLDER)."
+            f"{path} contains the token id {highest:,}, but the policy has {limits.vocabulary:,} tokens: the store "
+            "was created with another tokenizer. Import it with the policy's tokenizer (--tokenizer FOLDER), or use "
+            "the policy for which it was created (--set policy.path=FOLDER)."
         )
 
 

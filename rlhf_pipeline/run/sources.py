@@ -82,7 +82,7 @@ class LocalRollouts(_Collected):
                     say=lambda sentence: notify(self._on_event, sentence),
                 )
             except StopAskedError as error:
-                notify(self._on_event, f"rollout {index} is given up: {error}. --resume samples it again.")
+                notify(self._on_event, f"rollout {index} was cancelled: {error}. --resume samples it again.")
                 return None
         followed = self._parts.curriculum
         weights = [] if followed is None or rollout is None else followed.weights(index)
@@ -210,8 +210,9 @@ class ArrivedRollouts(_Collected):
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and not self._pipeline.write.drops_groups:
             notify(
                 self._on_event,
-                f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: a "
-                "power loss can take what buffer.durability=process has not synced. The others are learned from.",
+                f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: "
+                "with buffer.durability=process, a power loss can remove rows that were not yet synced. The step "
+                "learns from the others.",
             )
         graded = np.isfinite(store.read_scalars("task_reward", row_ids))
         return stored, row_ids[graded], int((~graded).sum())
@@ -227,7 +228,7 @@ class ArrivedRollouts(_Collected):
             notify(
                 self._on_event,
                 f"step {step}: {int((~of_this_run).sum())} of {len(of_this_run)} trajectories of rollout {rollout} "
-                "were sampled with weights of steps that the run has lost since; they are kept and not learned from.",
+                "were sampled with the weights of lost steps; they are kept but not learned from.",
             )
         lost, row_ids, ages = int((~of_this_run).sum()), row_ids[of_this_run], step - 1 - versions[of_this_run]
         young = ages <= self._pipeline.max_staleness
@@ -359,8 +360,8 @@ class SampledBatches(Source):
 
 
 _OTHERWISE = (
-    "To learn from what is there in another order, replay it into another folder: "
-    "--out OTHER_FOLDER --set replay.recorded_order=false"
+    "To learn from the stored rows in another order, replay them into another folder: --out OTHER_FOLDER --set "
+    "replay.recorded_order=false"
 )
 
 
@@ -390,7 +391,8 @@ class RecordedVersions(Source):
             raise DataError(
                 f"recorded order: step {step} learns from trajectories of policy versions "
                 f"{max(step - 1 - max_staleness, 0)} to {step - 1}, and there are none; the store has versions "
-                f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or left out by a filter? {_OTHERWISE}"
+                f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or excluded by a filter? "
+                f"{_OTHERWISE}"
             )
 
 
@@ -413,8 +415,9 @@ class RecordedLedger(Source):
         is_stored = self._rows[np.minimum(at, len(self._rows) - 1)] == recorded_ids
         if not is_stored.all():
             raise DataError(
-                f"step {step} of the run learned from {len(recorded_ids)} trajectories, and {int((~is_stored).sum())} "
-                f"of them are not among those chosen: evicted, or left out by a filter. {_OTHERWISE}"
+                f"step {step} of the run learned from {len(recorded_ids)} trajectories, and "
+                f"{int((~is_stored).sum())} of them were not selected: they were evicted, or excluded by a filter. "
+                f"{_OTHERWISE}"
             )
         rollout = recorded.get("rollout")
         begins = (step - 1) % self._pipeline.learn.steps_per_rollout == 0

@@ -37,8 +37,8 @@ def sampled_at(parts: Iterable[tuple[TrajectoryStore, Ints | None]]) -> float | 
     if len(temperatures) > 1:
         heats = " and ".join(f"{heat:g}" for heat in sorted(temperatures))
         raise DataError(
-            f"the trajectories were sampled at the temperatures {heats}, and a ratio to their log-probs needs one. "
-            f"Choose those of one: --set replay.filters='temperature=={max(temperatures):g}'"
+            f"the trajectories were sampled at the temperatures {heats}, but a ratio to their log-probs needs a "
+            f"single temperature. Select one: --set replay.filters='temperature=={max(temperatures):g}'"
         )
     return temperatures.pop() if temperatures else None
 
@@ -68,9 +68,9 @@ def check_known(pipeline: Pipeline, overrides: Iterable[tuple[str, str]], choice
         for number, store in enumerate(stores):
             if unknown_among(store, choice.row[choice.source == number]):
                 raise DefinitionError(
-                    f"{choice.sources[number].path} holds log-probs, and nothing says at which temperature its "
-                    "trajectories were sampled; a ratio to them needs the same one. Say it: "
-                    f"--set collect.temperature={Collect().temperature:g}"
+                    f"{choice.sources[number].path} has log-probs, but the temperature at which its trajectories "
+                    "were sampled is unknown; a ratio to them needs the same temperature. Specify it: --set "
+                    f"collect.temperature={Collect().temperature:g}"
                 )
 
 

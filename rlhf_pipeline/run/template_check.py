@@ -29,7 +29,9 @@ def template_notices(pipeline: Pipeline, policy: TokenPolicy) -> list[str]:
         tools = [schema_of(tool) for tool in tools_of(environment)]
         call_format = call_format_of(codec, tools, template=template, ends=ends) if tools else None
         if call_format is not None and call_format.most_calls is not None:
-            sentence = "shows one call per turn: a turn with several calls is answered with an error, and none is made."
+            sentence = (
+                "shows one call per turn: the reply to a turn with several calls is an error, and no call is executed."
+            )
             notices[f"{name_of(codec)} {sentence}"] = None
         if pipeline.collect.history == "sampled" and (tools or through_template(pipeline.prompts)):
             rewritten = rewritten_history(codec, template=template, tools=tools, call_format=call_format, ends=ends)

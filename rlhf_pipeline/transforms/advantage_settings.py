@@ -84,7 +84,7 @@ class AdvantageSettings(WritePath):
             *WritePath._rules(self),
             (
                 bool(self.trajectory_return or bounds is None),
-                "keep_return_bounds chooses by return: set trajectory_return.",
+                "keep_return_bounds selects by return: set trajectory_return.",
             ),
             (
                 bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),
@@ -92,12 +92,12 @@ class AdvantageSettings(WritePath):
             ),
             (
                 (self.batch_groups is not None) == (self.estimator in BATCH_ESTIMATORS),
-                f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: {', '.join(BATCH_ESTIMATORS)} "
-                "divide by the spread of a batch, so they need batch_groups, how many groups a batch has, for example "
-                "those of a rollout; the others take none.",
+                f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: "
+                f"{', '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, the "
+                "number of groups in a batch, for example of a rollout; the others do not use it.",
             ),
             (
                 (least or size) <= size,
-                f"min_group_size is {least}; it must lie between 1 and grpo_size ({size}).",
+                f"min_group_size is {least}; it must be between 1 and grpo_size ({size}).",
             ),
         ]

@@ -138,7 +138,7 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     """
     if getattr(model, "generate", False) is True:
         raise DefinitionError(
-            f"{owner} got a {type(model).__name__} with generate=True, and it scores tokens that are there. Pass "
+            f"{owner} got a {type(model).__name__} with generate=True, but it scores existing tokens. Pass "
             "policy.get_new_version(generate=False), which shares the weights."
         )
     model = policy_of(model, owner)
@@ -180,7 +180,7 @@ def _responses(batch: Trajectories, like: Flat, starts: Tensor, lengths: Tensor)
     if scored is not None and bool(scored.values.isnan().any()):
         return scored.values.isfinite()
     raise DataError(
-        f"nothing tells the assistant's tokens from the prompt's: pass {ASSISTANT_MASK!r} or "
+        f"the assistant's tokens cannot be distinguished from the prompt's: pass {ASSISTANT_MASK!r} or "
         f"{NUM_PROMPT_TOKENS!r}, or set assistant_only=False"
     )
 

@@ -139,9 +139,9 @@ class GroupQueue:
         for group, name in ((member.group, member.name) for member in arrived if member.name >= 0):
             if (group, name) in arrivals:
                 raise DataError(
-                    f"trajectory_id {name} came to group {group!r} twice, and a member counts once. Nothing of "
-                    "this call was taken: leave out what waits already (TrajectoryReplayBuffer.waiting() lists "
-                    "it), and give each member an id of its own, or none."
+                    f"trajectory_id {name} arrived twice in group {group!r}, but a member counts once. The call had "
+                    "no effect: remove the members that are already waiting (TrajectoryReplayBuffer.waiting() lists "
+                    "them), and give each member a unique id, or none."
                 )
             arrivals.add((group, name))
         closed: list[Closed] = []
@@ -270,8 +270,8 @@ def batch_of(group: Hashable, batch_groups: int) -> int:
     """Return the batch of a group."""
     if not isinstance(group, int):
         raise DataError(
-            f"batch_groups={batch_groups} counts groups by an integer group_id, and a trajectory's group is {group!r}. "
-            "Number the groups, or use an estimator that needs no batch."
+            f"batch_groups={batch_groups} counts groups by an integer group_id, and a trajectory's group is "
+            f"{group!r}. Use integers as group ids, or an estimator that needs no batch."
         )
     return group // batch_groups
 

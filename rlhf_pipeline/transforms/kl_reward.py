@@ -159,8 +159,8 @@ class KLReward(ColumnTransform):
         log_probs = per_token(batch, self.keys.log_probs)
         if log_probs is None or log_probs.lengths is None:
             raise MissingKeyError(
-                f"the batch has no behaviour log-probs under {self.keys.log_probs!r}; the collector gives them, or "
-                "RetrieveLogProb(..., behaviour_model=...)"
+                f"the batch has no behaviour log-probs under {self.keys.log_probs!r}; the collector or "
+                "RetrieveLogProb(..., behaviour_model=...) must provide them"
             )
         lengths = log_probs.lengths
         mask = scored_positions(batch, log_probs, self.assistant_only)
@@ -209,8 +209,8 @@ class KLReward(ColumnTransform):
         model: Any = self.ref_model
         if model is None:
             raise MissingKeyError(
-                f"the batch has no reference log-probs under {self.keys.ref_log_probs!r} and KLRewardTransform has no "
-                "model: put RetrieveLogProb(reference) after it in the list, or pass ref_model="
+                f"the batch has no reference log-probs under {self.keys.ref_log_probs!r} and KLRewardTransform has "
+                "no model: add RetrieveLogProb(reference) after it in the list, or pass ref_model="
             )
         tokens = per_token(batch, TOKENS, like)
         if tokens is None:

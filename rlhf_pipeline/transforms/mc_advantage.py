@@ -87,7 +87,7 @@ _TEXT_KEYS: tuple[Key, ...] = _PROMPT_KEYS[:3]
 
 _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
     ("candidate_group_size", "candidate_selection_min_size", "candidate_selector"),
-    "a group has all trajectories of its prompt. Set grpo_size to their number; keep_return_bounds leaves groups out.",
+    "a group has all trajectories of its prompt. Set grpo_size to their number; keep_return_bounds excludes groups.",
 )
 
 _REFUSED = _NO_CANDIDATES | dict.fromkeys(
@@ -302,8 +302,7 @@ class MCAdvantage(Transform):
         key = next((key for key in self._identities if key in batch), None)
         if key is None:
             raise MissingKeyError(
-                f"no trajectory says which group it belongs to: looked for {self._identities}. Set group_id, or pass "
-                "group_key=."
+                f"no trajectory has a group identity: checked {self._identities}. Set group_id, or pass group_key=."
             )
         if key in _TEXT_KEYS and not (
             isinstance(texts := batch[key], Text) and all(isinstance(text, str) for text in texts.plain())
@@ -349,8 +348,8 @@ class MCAdvantage(Transform):
             column = batch.get(name)
             if not isinstance(column, Flat) or column.lengths is not None:
                 raise MissingKeyError(
-                    f"the estimator takes rewards one by one, and the batch has no {name!r}, a number for each "
-                    "trajectory. Write it, or use estimator='grpo'."
+                    f"the estimator needs the named rewards, but the batch has no {name!r}, a number for each "
+                    "trajectory. Add it, or use estimator='grpo'."
                 )
             columns.append(column.values.reshape(batch.n, -1)[last, -1].double())
         for member, values in zip(members, torch.stack(columns, 1).tolist(), strict=True):
@@ -360,8 +359,8 @@ class MCAdvantage(Transform):
         """Give members the rewards of their turns."""
         if not isinstance(turns, Flat):
             raise MissingKeyError(
-                f"estimator {self.settings.estimator!r} compares turns, and the batch has no {TURN_REWARDS!r}, a "
-                "number for each turn of the policy. Write it, or use estimator='grpo'."
+                f"estimator {self.settings.estimator!r} compares turns, but the batch has no {TURN_REWARDS!r}, a "
+                "number for each turn of the policy. Add it, or use estimator='grpo'."
             )
         rows = turns.values if turns.lengths is None else turns.values.split(turns.lengths.tolist())
         for member in members:
@@ -471,8 +470,8 @@ class MCAdvantage(Transform):
                 rows.check(self.settings.advantage_key)
             if self.rows is None and self._queue.waiting:
                 raise DefinitionError(
-                    f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, or "
-                    "give the buffer an MCAdvantage of its own."
+                    f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, "
+                    "or give the buffer a separate MCAdvantage."
                 )
             self.rows = rows
             if rows is not None:
@@ -529,8 +528,8 @@ class MCAdvantage(Transform):
             return []
         if call.num_rows not in (None, len(rows)):
             raise DataError(
-                f"{len(rows)} rows were stored of {call.num_rows} trajectories that left MCAdvantage. Put "
-                "transforms that change the number of trajectories behind it in the list, so that they run before."
+                f"{len(rows)} rows were stored of {call.num_rows} trajectories from MCAdvantage. Place transforms "
+                "that change the number of trajectories after it in the list, so that they run before it."
             )
         at = len(rows) - sum(member.num_rows for member in call.waits)
         for member in call.waits:
@@ -604,9 +603,9 @@ class MCAdvantage(Transform):
             self._stats.update(state["stats"])
             if self.rows is not None and state["chunks"]:
                 raise DataError(
-                    "the checkpoint holds trajectories that wait in memory, and here they wait in "
+                    "the checkpoint contains trajectories that wait in memory, but here they wait in "
                     f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
-                    "write what comes out."
+                    "write the result."
                 )
             queue, now = GroupQueue(self.settings, self._stats), self.settings.clock()
             for saved in state["chunks"]:
@@ -660,8 +659,9 @@ class MCAdvantage(Transform):
             DefinitionError: always, with the alternative.
         """
         raise DefinitionError(
-            "groups are shared through a store, where they outlive a kill, and not through memory. Let each process "
-            "make a TrajectoryReplayBuffer over the same folder; members that any of them extends complete a group."
+            "groups are shared through a store, where they survive a kill, and not through memory. Create a "
+            "TrajectoryReplayBuffer for the same folder in each process; members from all processes complete a "
+            "group."
         )
 
     def clear_queues(self) -> None:
@@ -673,8 +673,8 @@ class MCAdvantage(Transform):
         with self._lock:
             if self.rows is not None and self._waiting():
                 raise DefinitionError(
-                    f"the groups wait in {self.rows.store.path}, and a store forgets nothing. Close them: "
-                    "TrajectoryReplayBuffer.close_groups()."
+                    f"the groups wait in {self.rows.store.path}, and stored rows cannot be discarded. Close the "
+                    "groups: TrajectoryReplayBuffer.close_groups()."
                 )
             self._queue = GroupQueue(self.settings, self._stats)
 

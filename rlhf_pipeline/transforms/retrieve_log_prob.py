@@ -230,8 +230,8 @@ class ScoringBeside:
         tokens, scored = per_token(batch, TOKENS), sum(len(scored_pass.rows) for scored_pass in self._passes)
         if tokens is None or scored != batch.n:
             raise EngineError(
-                f"the engine passed on {scored} of {batch.n} completions when they ended, so the others have no "
-                "reference log-probs; none of the rollout was stored. Its `generate` must call `ended` for each."
+                f"the engine reported the end of {scored} of {batch.n} completions, so the others have no reference "
+                "log-probs; none of the rollout was stored. Its `generate` must call `ended` for each completion."
             )
         with torch.cuda.stream(self._stream):
             values = placed(self._passes, tokens, fill=math.nan)

@@ -99,8 +99,8 @@ class WaitingRows:
         later_columns = (self.store.schema.find(column_name(key)) for key in later)
         if fixed := [column.name for column in later_columns if column is not None and not column.mutable]:
             raise DefinitionError(
-                f"rows of {self.store.path} that wait for their group get {', '.join(fixed)} when it is complete: make "
-                "such columns with mutable=True."
+                f"rows of {self.store.path} that wait for their group get {', '.join(fixed)} when it is complete: "
+                "create such columns with mutable=True."
             )
 
     def lock(self, until: ExitStack) -> None:
@@ -202,9 +202,9 @@ class WaitingRows:
         for row, group, name in zip(rows.tolist(), groups, names, strict=True):
             if (group, name) in begun:
                 raise DataError(
-                    f"trajectory_id {name} came to group {group} again, which has closed with it: it is row {row} of "
-                    f"{store.path}. Nothing of this call was taken: leave it out, or give a new group a group_id of "
-                    "its own."
+                    f"trajectory_id {name} arrived again in group {group}, which has closed with it: it is row "
+                    f"{row} of {store.path}. The call had no effect: remove it, or give a new group a different "
+                    "group_id."
                 )
 
     def column_of(self, key: Key) -> str | None:

@@ -110,13 +110,17 @@ def _chat(row: Sampled) -> bool:
 
 def _environment(row: Sampled) -> Any:
     if row.environment is None:
-        raise LookupError("the environment of a stored conversation is gone: only a run can call this function")
+        raise LookupError(
+            "the environment of a stored conversation no longer exists: only a run can call this function"
+        )
     return row.environment
 
 
 def _prompt_text(row: Sampled) -> str:
     if row.prompt_text is None:
-        raise ValueError("what the model read before this completion was not kept, as no reward asked for it then")
+        raise ValueError(
+            "the input of the model before this completion was not stored, because no reward used it at that time"
+        )
     return row.prompt_text
 
 
@@ -269,7 +273,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_place = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
     if not names and not rest and not by_place:
-        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it asks for nothing"))
+        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it has no arguments"))
     nothing_known = supplied.isdisjoint(names) and (bool(unknown) or (columns is not None and not rest))
     if by_place or nothing_known:
         try:
@@ -324,8 +328,8 @@ def _refusal(reward: Reward, signature: str, unknown: Sequence[str], columns: Se
     name = getattr(reward.function, "__qualname__", reward.label)
     why = f"there is no '{unknown[0]}'.{did_you_mean(unknown[0], [*_ALL, *columns])}" if unknown else f"{error}."
     return (
-        f"the reward function {name}{signature} cannot be called: {why} It takes (prompt, completion, answer, meta), "
-        "or by name what it asks for; docs/rewards.md has the list."
+        f"the reward function {name}{signature} cannot be called: {why} It takes (prompt, completion, answer, "
+        "meta), or arguments by name; docs/rewards.md lists the names."
     )
 
 

@@ -36,7 +36,7 @@ def result_of(returned: Any) -> Result:
 
     Raises:
         ValueError: it is no finite number that fits float32.
-        TypeError: it is no number at all.
+        TypeError: it is not a number at all.
 
     >>> result_of({"accuracy": 1.0, "format": 0.5}).value, result_of({"score": 1, "format": 0.5}).value
     (1.5, 1.0)
@@ -76,11 +76,14 @@ def results_of(returned: Any, count: int) -> list[Result]:
             lists |= {f"{_LOGS}.{name}": values for name, values in logs.items()}
         if any(not isinstance(values, (list, tuple)) or len(values) != count for values in lists.values()):
             raise TypeError(
-                f"it returned {_short(returned)} for {count} completions; it must be a list with one for each"
+                f"it returned {_short(returned)} for {count} completions; it must be a list with one value per "
+                "completion"
             )
         several = [_of_one({name: values[i] for name, values in lists.items()}) for i in range(count)]
     if not isinstance(several, (list, tuple)) or len(cast("list[Any]", several)) != count:
-        raise TypeError(f"it returned {_short(returned)} for {count} completions; it must be a list with one for each")
+        raise TypeError(
+            f"it returned {_short(returned)} for {count} completions; it must be a list with one value per completion"
+        )
     return [result_of(reward) for reward in cast("list[Any]", several)]
 
 
@@ -162,7 +165,7 @@ def text_of(content: object, what: str) -> str:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise TypeError(f"{what} has a part of type {kind!r:.40}; the policy reads text alone")
+            raise TypeError(f"{what} has a part of type {kind!r:.40}; the policy reads only text")
         texts.append(text)
     return "".join(texts)
 
@@ -178,7 +181,7 @@ def checked_rewards(rewards: object) -> dict[str, float]:
     numbers = {str(name): float(value) for name, value in cast("Mapping[str, Any]", rewards).items()}
     for name, value in numbers.items():
         if not abs(value) <= LARGEST:
-            raise ValueError(f"the reward {name!r} is {value}; it must be finite, and fit float32")
+            raise ValueError(f"the reward {name!r} is {value}; it must be finite and fit into float32")
     return numbers
 
 

@@ -262,7 +262,7 @@ class Runtime:
 
     def _report_blocking(self, call: Call, blocked_s: float) -> None:
         self.notice(
-            f"{call.name} blocked the event loop for {blocked_s:.1f} s, and every other coroutine waited. Let it "
+            f"{call.name} blocked the event loop for {blocked_s:.1f} s, and every other coroutine waited. Use "
             "`await`, or make it a plain `def`, which runs in a thread.",
             once=f"blocks {call.name}",
         )

@@ -148,8 +148,8 @@ def _column_of(pa: Any, name: str, kind: Any) -> Column:
     dtype = {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
     if dtype not in NUMERIC_DTYPES:
         raise SchemaError(
-            f"column '{name}' is {kind} in Arrow, which a store does not hold: cast it to a number or text, write it "
-            "as JSON text, or leave it out."
+            f"column '{name}' is {kind} in Arrow, which a store does not support: cast it to a number or text, "
+            "write it as JSON text, or remove it."
         )
     fill: bool | float = False if dtype == "bool" else float("nan") if dtype.startswith("float") else 0
     return Column(name, dtype, ragged=ragged, axis=name if ragged else None, fill=fill, shape=tuple(shape))
@@ -171,8 +171,8 @@ def columns_of(table: Any, schema: Schema) -> tuple[dict[str, Any], dict[str, np
             if not column.optional:
                 row = int(np.flatnonzero(~present[name])[0])
                 raise BatchError(
-                    f"row {row} of column '{name}' is null, and the column has no fill. Give it a value, or leave the "
-                    "row out."
+                    f"row {row} of column '{name}' is null, and the column has no fill. Give it a value, or remove "
+                    "the row."
                 )
         values[name] = _values_of(column, array)
     return values, present
@@ -218,16 +218,16 @@ def _values_of(column: Column, array: Any) -> Any:
     for size in column.shape:
         if not _is_list(pa, flat.type) or not (flat.value_lengths().to_numpy(zero_copy_only=False) == size).all():
             raise BatchError(
-                f"column '{column.name}' has elements of shape {list(column.shape)}; in Arrow they are {kind}, or not "
-                "all of them have it."
+                f"column '{column.name}' has elements of shape {list(column.shape)}; in Arrow they are {kind}, or "
+                "some elements have another shape."
             )
         flat = flat.flatten()
     if _is_list(pa, flat.type):
-        raise BatchError(f"column '{column.name}' holds numbers per row; in Arrow it is {kind}.")
+        raise BatchError(f"column '{column.name}' has one number per row; in Arrow it is {kind}.")
     if flat.null_count:
         fill = column.fill_value if column.dtype.startswith("float") else None
         if fill is None or fill == fill:
-            raise BatchError(f"column '{column.name}' holds a null within a row. Give every element a value.")
+            raise BatchError(f"column '{column.name}' contains a null within a row. Give every element a value.")
         flat = flat.fill_null(float("nan"))
     return RaggedArray(flat.to_numpy(zero_copy_only=False).reshape(-1, *column.shape), lengths)
 

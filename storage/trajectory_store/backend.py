@@ -84,8 +84,8 @@ class Segment(ABC):
     def __init__(self, entry: Entry, meta: SegmentMeta) -> None:
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
             raise CorruptionError(
-                f"{entry.name} holds another segment than the catalog says (salt {meta.salt}, expected {entry.salt}): "
-                "it was swapped or replaced. Put the right one back from a copy."
+                f"{entry.name} is another segment than in the catalog (salt {meta.salt}, expected {entry.salt}): it "
+                "was swapped or replaced. Restore the correct segment from a copy."
             )
         self.ordinal = entry.ordinal
         self.owners = entry.owners
@@ -401,7 +401,9 @@ class Segment(ABC):
                 ids, times = ids[times >= 0], times[times >= 0]
             back = (times[1:] < times[:-1]) & (ids[1:] >> ORDINAL_SHIFT == ids[:-1] >> ORDINAL_SHIFT)
             if self.meta.kind == "rows" and back.any():  # times grow within each segment
-                raise CorruptionError(f"{self.name}/{ROW_TIME} contradicts itself: a time is before the one before it.")
+                raise CorruptionError(
+                    f"{self.name}/{ROW_TIME} is inconsistent: a time is earlier than the previous one."
+                )
             new = np.ones(len(ids), bool)
             new[1:] = (times[1:] != times[:-1]) | (ids[1:] != ids[:-1] + 1)
             starts = np.flatnonzero(new)

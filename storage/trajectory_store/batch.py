@@ -48,8 +48,8 @@ class Batch:
             count = self.n_rows if column.axis is None else sums[column.axis] * column.width
             if len(flat) != count:
                 raise BatchError(
-                    f"column '{name}' has {len(flat)} values, and its {self.n_rows} rows need {count}: the columns of "
-                    "an axis have the same lengths. Give them as prepare() and read_batch() do."
+                    f"column '{name}' has {len(flat)} values, and its {self.n_rows} rows need {count}: the columns "
+                    "of an axis have the same lengths. Pass them in the form of prepare() and read_batch()."
                 )
 
     def fitted(self, schema: Schema) -> Batch:
@@ -198,7 +198,8 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
         present = np.array([value is not None for value in rows], bool)
         if not column.optional:
             raise BatchError(
-                f"row {int(np.argmin(present))} has no value of column '{name}', which has no fill: give every row one."
+                f"row {int(np.argmin(present))} has no value of column '{name}', which has no fill: give every row "
+                "a value."
             )
         if present.any():
             partial[name] = present
@@ -238,7 +239,7 @@ def as_array(array_like: Any) -> npt.NDArray[Any]:
         TypeError: these are no values.
     """
     if is_masked(array_like):
-        raise ValueError("some of its values are masked: fill them, or leave the row out")
+        raise ValueError("some of its values are masked: fill them, or remove the row")
     if hasattr(array_like, "detach"):
         tensor = array_like.detach().cpu()
         return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
@@ -296,7 +297,7 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array.astype(target)
     if target_kind == "b" and kind in "iu":
         if bool(((array != 0) & (array != 1)).any()):
-            raise BatchError(f"column '{column.name}' is bool; the batch holds values other than 0 and 1.")
+            raise BatchError(f"column '{column.name}' is bool; the batch contains values other than 0 and 1.")
         return array.astype(target)
     if target_kind in "iu" and kind in "iu":
         limits = np.iinfo(target)
@@ -321,8 +322,8 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             raise BatchError(f"column '{column.name}': {float(array[lost][0])} is too large for {column.dtype}.")
         return out
     raise BatchError(
-        f"column '{column.name}' is {column.dtype}; the batch holds {array.dtype}, which would not "
-        "survive the conversion. Convert it first."
+        f"column '{column.name}' is {column.dtype}; the batch has {array.dtype}, which cannot be converted without "
+        "loss. Convert it first."
     )
 
 
@@ -342,7 +343,7 @@ def _ragged(column: Column, column_rows: Any) -> tuple[npt.NDArray[Any], Int64Ar
     if isinstance(column_rows, RaggedArray):
         if column_rows.values.shape[1:] != column.shape:
             raise BatchError(
-                f"column '{column.name}' holds elements of shape {list(column.shape)}; the values given have shape "
+                f"column '{column.name}' has elements of shape {list(column.shape)}; the given values have shape "
                 f"{list(column_rows.values.shape)}."
             )
         return cast_values(column, column_rows.values.reshape(-1)), column_rows.lengths

@@ -254,7 +254,7 @@ class Bucket(ABC):
                 return True
             stored = self.get(key)
             if stored is None:
-                raise Transient("an object of this name exists and cannot be read")
+                raise Transient("an object with this name exists and cannot be read")
             return stored == data
 
         try:
@@ -262,8 +262,8 @@ class Bucket(ABC):
         except (Transient, ReadFailedError) as error:
             raise WriteFailedError(
                 None,
-                f"putting {key} failed: {error}. Every row that was acknowledged before is safe. Whether these rows "
-                "are in the store is not known: append them again, and the store finds out first",
+                f"putting {key} failed: {error}. All acknowledged rows are safe. It is unknown whether these rows "
+                "are in the store: append them again, and the store checks this first",
                 self.where,
             ) from error
 
@@ -326,14 +326,14 @@ class FolderBucket(Bucket):
             inode = None
         if inode != self._root_inode:
             why = (
-                "is gone: it was moved or removed"
+                "no longer exists: it was moved or removed"
                 if inode is None
-                else "is another store: it was removed and made again"
+                else "is another store: it was removed and created again"
             )
             raise WriteFailedError(
                 errno.ESTALE,
-                f"the folder that this process opened {why}. Every row that was acknowledged before was written to it. "
-                "Nothing more is; close the store, and open it again where it is",
+                f"the folder that this process opened {why}. All acknowledged rows were written to it; these rows "
+                "were not. Close the store, and open it again at its current path",
                 self.where,
             )
 
@@ -373,7 +373,7 @@ class FolderBucket(Bucket):
     def put(self, key: str, data: bytes) -> None:
         """Put a file under a name that no other process uses."""
         if not self.put_new(key, data):
-            raise WriteFailedError(None, f"writing {key} failed: a file of this name exists", self.where)
+            raise WriteFailedError(None, f"writing {key} failed: a file with this name exists", self.where)
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and its parents; sync each name if the bucket is durable."""

@@ -205,7 +205,7 @@ class Catalog:
                 raise fs.unreadable(segment, segment.filename or self.medium.where) from segment
             if isinstance(segment, Segment) and segment.schema != state.schema.only(segment.schema.names):
                 opened[entry.ordinal] = CorruptionError(
-                    f"its columns are not those of the store: {segment.schema.names}."
+                    f"its columns differ from those of the store: {segment.schema.names}."
                 )
             elif isinstance(segment, Segment) and entry.rows is not None and segment.rows < entry.rows:
                 self.medium.refresh([segment])  # its writer ended it after it was opened
@@ -239,7 +239,7 @@ class Catalog:
         if self.journal.catch_up():
             return None
         names = ", ".join(entry.name for entry in after.entries if entry not in state.entries)
-        self._note(f"{names} was found without a record of the catalog that names it: records are missing.")
+        self._note(f"{names} is not listed in any record of the catalog: records are missing.")
         return after
 
     def _may_open(self, entry: Entry) -> bool:
@@ -447,8 +447,8 @@ class Catalog:
             runs = [(self.segments[owner], places.rows[places.ordinals == owner]) for owner in owners]
         if lost:
             raise CorruptionError(
-                f"{self.medium.where}: {lost} cannot be opened, so what is damaged is not known. Run verify(), and put "
-                "it back from a copy."
+                f"{self.medium.where}: {lost} cannot be opened, so the damaged rows are unknown. Run verify(), and "
+                "restore it from a copy."
             )
         if not self.is_checked:
             for segment, rows in (*updates, *runs):
@@ -594,7 +594,7 @@ class Catalog:
         for entry in rebuild(state, self.medium.survey(state), self.failed.keys()).entries:
             if entry not in state.entries:
                 report.problem(
-                    f"{entry.name} holds commits, and no record of the catalog names it: records are missing"
+                    f"{entry.name} has commits but is not listed in any record of the catalog: records are missing"
                 )
         self.journal.catch_up()
         newest = max(report.catalog_numbers, default=0)
@@ -691,7 +691,9 @@ class Catalog:
         """The segment of rows or updates with this ordinal."""
         segment = self.segments.get(ordinal) or self.updates.get(ordinal)
         if segment is None:
-            raise SegmentGoneError(f"segment {ordinal} left while it was read. Call refresh() and take ids from ids().")
+            raise SegmentGoneError(
+                f"segment {ordinal} was removed while it was read. Call refresh() and take ids from ids()."
+            )
         return segment
 
     def table(self, name: str) -> dict[int, Any]:
@@ -776,7 +778,7 @@ class Catalog:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
         segment = self.segments.get(ordinal)
         if segment is not None:
-            why = f"segment {ordinal} has {segment.rows} rows as seen from here, and this is row {row}"
+            why = f"segment {ordinal} has {segment.rows} rows in this view, and this is row {row}"
         elif ordinal in self.failed:
             why = f"segment {ordinal} is damaged"
         elif 0 <= ordinal < self.state.next_ordinal:

@@ -129,7 +129,7 @@ class State:
         if state is None:
             raise CorruptionError(f"{where} is damaged: it does not match its checksum.")
         if state.store != store:
-            raise CorruptionError(f"{where} is a record of another store ({state.store}, and this one is {store}).")
+            raise CorruptionError(f"{where} is a record of another store ({state.store}, this store is {store}).")
         return state
 
 
@@ -218,7 +218,7 @@ class Journal:
                 if foreign and bucket.get(f"{CATALOG}/{KEY}") != document:  # the store was removed and made again
                     raise CorruptionError(foreign[0])
                 self.problems.append(
-                    f"{bucket.where}/{CATALOG} holds no record that can be read: what counts is found from the segments"
+                    f"{bucket.where}/{CATALOG} has no readable record: the state is reconstructed from the segments"
                 )
 
     @property
@@ -314,7 +314,7 @@ class Journal:
             self._bucket.put_once(record_keys(self.state.number)[1], self.state.to_bytes())
         except WriteFailedError as error:
             raise UnsyncedError(
-                error.errno, f"the copy of a record could not be put: {error}", self._bucket.where
+                error.errno, f"the copy of a record could not be written: {error}", self._bucket.where
             ) from error
 
     def _follows(self, before: State) -> bool:
@@ -330,8 +330,8 @@ class Journal:
         if nonce != before.nonce:
             raise WriteFailedError(
                 errno.ESTALE,
-                f"record {before.number} of the catalog is not the one that this process followed: the store was "
-                "removed and made again, or restored from a copy. Nothing was written; open it again",
+                f"record {before.number} of the catalog is not the record that this process read before: the store "
+                "was removed and created again, or restored from a copy. Nothing was written; open it again",
                 self._bucket.where,
             )
         return True

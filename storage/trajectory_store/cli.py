@@ -34,8 +34,8 @@ _FORMATS = (".parquet", ".jsonl", ".csv")
 """Suffixes of the files that `export` writes."""
 _SHELL = (
     ("skip_damaged=True, --skip-damaged", "--skip-damaged"),
-    ("Take ids from ids(), and run verify() for the whole list.", "trajectory-store verify STORE lists all."),
-    (", or make one with TrajectoryStore.create(path, schema)", ""),
+    ("Take ids from ids(), and run verify() for the whole list.", "`trajectory-store verify STORE` lists all of them."),
+    (", or create one with TrajectoryStore.create(path, schema)", ""),
     ("Give the folder that TrajectoryStore.create made.", "Give the folder of a store."),
     ("Open it with TrajectoryStore.open(path, mode='a'), or choose", "Choose"),
     (": TrajectoryStore.open(path, mode='a').accept_losses()", ""),
@@ -73,18 +73,18 @@ def parser() -> argparse.ArgumentParser:
         subparser.set_defaults(work=work)
         return subparser
 
-    verify = add("verify", _verify, "recompute every checksum, and report damage in words")
+    verify = add("verify", _verify, "recompute every checksum and report damage")
     verify.add_argument(
         "--accept-loss", action="store_true", help="record the damage that is there as the loss of those rows"
     )
-    stats = add("stats", _stats, "count rows and bytes, and sum up each column")
+    stats = add("stats", _stats, "count rows and bytes, and summarise each column")
     show = add("show", _show, "print trajectories, the newest last")
     show.add_argument("--num", type=int, default=3, help="how many of the newest (default: %(default)s)")
     show.add_argument("--all", action="store_true", help="internal columns, and values that were not supplied, too")
     copy = add("copy", _copy, "copy a store, or a part of it, into a new one")
     copy.add_argument("--to", required=True, help="the new store: a folder that does not exist, or a URL")
     copy.add_argument("--backend", choices=("memmap", "zarr"), help="of the new store; default: as its place takes")
-    add("compact", _compact, "merge finished segments into few; ids, order and values stay")
+    add("compact", _compact, "merge finished segments into a few; ids, order and values do not change")
     export = add("export", _export, "write a Parquet, JSON Lines or CSV file")
     export.add_argument(
         "--to", required=True, help="the file, .parquet, .jsonl or .csv; values that were not supplied are null"
@@ -161,7 +161,7 @@ class _Selection(NamedTuple):
     @property
     def note(self) -> str:
         few = ", ".join(map(str, self.damaged[:_MOST_IDS])) + ", ..." * (len(self.damaged) > _MOST_IDS)
-        return f"; {len(self.damaged):,} damaged ones are left out: {few}" if self.damaged else ""
+        return f"; {len(self.damaged):,} damaged trajectories are skipped: {few}" if self.damaged else ""
 
 
 def _select(store: TrajectoryStore, typed: argparse.Namespace) -> _Selection:
@@ -178,7 +178,7 @@ def _verify(typed: argparse.Namespace) -> CommandReport:
     lines.append(_for_a_shell(str(report)))
     next_words = ["stats", typed.store]
     if not report.ok:
-        lines.append("put the files back from a copy, or accept the loss of these rows:")
+        lines.append("restore the files from a copy, or accept the loss of these rows:")
         next_words = ["verify", typed.store, "--accept-loss"]
     facts = {
         "store": typed.store,
@@ -287,7 +287,7 @@ def _copy(typed: argparse.Namespace) -> CommandReport:
         copied = copy_store(store, target, selection.ids, backend=typed.backend)
     facts = {"to": typed.to, "trajectories": copied, "damaged_ids": selection.damaged}
     return CommandReport(
-        facts, [f"{typed.to}: {copied:,} trajectories, with ids of their own{selection.note}"], ["verify", typed.to]
+        facts, [f"{typed.to}: {copied:,} trajectories, with new ids{selection.note}"], ["verify", typed.to]
     )
 
 
@@ -298,8 +298,8 @@ def _compact(typed: argparse.Namespace) -> CommandReport:
     text = (
         f"{typed.store}: nothing was done: {report.skipped}"
         if report.skipped
-        else f"{typed.store}: {report.segments_before:,} segments are {report.segments_after:,}, "
-        f"{before:.1f} MB are {after:.1f} MB; ids, order and values are as before"
+        else f"{typed.store}: {report.segments_before:,} segments are {report.segments_after:,}, {before:.1f} MB "
+        f"are {after:.1f} MB; ids, order and values are unchanged"
     )
     facts = {
         **{"store": typed.store, "skipped": report.skipped},
@@ -319,7 +319,7 @@ def _export(typed: argparse.Namespace) -> CommandReport:
             f"--to {typed.to} does not name a file ending with {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."
         )
     if target.exists() and not typed.force:
-        raise StoreExistsError(f"{typed.to} exists. Choose another file, or replace it: --force.")
+        raise StoreExistsError(f"{typed.to} already exists. Choose another file, or replace it with --force.")
     with _open(typed) as store:
         selection, columns = _select(store, typed), _columns(typed)
         if target.suffix == ".parquet":

@@ -242,7 +242,7 @@ class ColumnReader:
         self._gaps = self._count_gaps()
         self._catalog.note_damage()
         if self._catalog.is_left_out(self._base.ordinals, self._base.rows):
-            raise DamageFoundError(f"{self._catalog.medium.where}: rows were found damaged")
+            raise DamageFoundError(f"{self._catalog.medium.where}: damaged rows were found")
 
     @classmethod
     def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> ColumnReader:
@@ -310,7 +310,7 @@ class ColumnReader:
         catalog = self._catalog
         if catalog.check([(catalog.any_segment(o), rows) for o, rows in runs], columns, flags=flags, warn=self._every):
             if self._every:
-                raise DamageFoundError(f"{catalog.medium.where}: rows were found damaged")
+                raise DamageFoundError(f"{catalog.medium.where}: damaged rows were found")
             catalog.locate(self.ids)
         self._checked |= {(column.name, flags) for column in columns}
 
@@ -331,7 +331,7 @@ class ColumnReader:
         if catalog.lost_updates and column.optional and len(self.ids):
             raise CorruptionError(
                 f"{catalog.medium.where}: the newest values of {column.name} cannot be read: they may be in "
-                f"{catalog.lost_updates}, which cannot be opened. Run verify(), and put it back from a copy."
+                f"{catalog.lost_updates}, which cannot be opened. Run verify(), and restore it from a copy."
             )
         updates = [update for update in catalog.updates.values() if column.name in update.schema]
         every_update = [(update, slice(0, update.rows)) for update in updates]
@@ -344,7 +344,7 @@ class ColumnReader:
             if targets is not None:
                 catalog.note_damage()  # they are hidden from now on
                 if self._every:
-                    raise DamageFoundError(f"{catalog.medium.where}: later values were found damaged")
+                    raise DamageFoundError(f"{catalog.medium.where}: damaged later values were found")
             raise catalog.unreadable(update, gap, mine)
         places = self._places(column)
         if places is not self._base:
@@ -447,8 +447,8 @@ class ColumnReader:
 
     def _contradiction(self, column: Column) -> CorruptionError:
         return CorruptionError(
-            f"{self._catalog.medium.where}: the offsets of axis '{column.axis or ''}' contradict themselves for some "
-            "of these rows. Run verify(): it lists the trajectories that are damaged."
+            f"{self._catalog.medium.where}: the offsets of axis '{column.axis or ''}' are inconsistent for some of "
+            "these rows. Run verify(): it lists the damaged trajectories."
         )
 
     @contained
@@ -530,8 +530,8 @@ class ColumnReader:
             return [str(row, "utf-8") for row in rows]
         except UnicodeDecodeError as error:
             raise CorruptionError(
-                f"{self._catalog.medium.where}: column '{column.name}' holds bytes that are no text for some of these "
-                f"rows ({error.reason}). Run verify(): it lists the trajectories that are damaged."
+                f"{self._catalog.medium.where}: column '{column.name}' contains bytes that are not text in some of "
+                f"these rows ({error.reason}). Run verify(): it lists the damaged trajectories."
             ) from None
 
     @contained
@@ -563,7 +563,9 @@ def _full(count: int, pad: Any, column: Column) -> npt.NDArray[Any]:
     try:
         return np.full(count, pad, column.np_dtype)
     except (ValueError, TypeError, OverflowError) as error:
-        raise SchemaError(f"pad_value={pad!r} is no {column.dtype}, which column '{column.name}' holds.") from error
+        raise SchemaError(
+            f"pad_value={pad!r} cannot be converted to {column.dtype}, the dtype of column '{column.name}'."
+        ) from error
 
 
 def _pieces(items: Mapping[int, Any], owners: Iterable[int], parts: Iterable[slice]) -> Iterable[Any]:
@@ -576,8 +578,8 @@ def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArr
     fits = fits and out.shape[2:] == column.shape
     if not fits or out.dtype != column.np_dtype or not out.flags.c_contiguous or not out.flags.writeable:
         raise BatchError(
-            f"out['{column.name}'] is {out.dtype} {list(out.shape)}; this batch needs a writable, "
-            f"contiguous {column.dtype} array of at least {[n, width, *column.shape]}. Bound the width with "
-            "lengths() first, or leave out `out`: buffers are reused anyway."
+            f"out['{column.name}'] is {out.dtype} {list(out.shape)}; this batch needs a writable, contiguous "
+            f"{column.dtype} array of at least {[n, width, *column.shape]}. Compute the width with lengths() first, "
+            "or omit `out`: buffers are reused anyway."
         )
     return out[:n, :width]

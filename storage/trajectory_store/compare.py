@@ -47,7 +47,7 @@ class StoreDiff:
 
     def __str__(self) -> str:
         if self.same:
-            return "The stores hold the same rows."
+            return "The stores contain the same rows."
         lines: list[str] = []
         for side, ids in (("left", self.only_left), ("right", self.only_right)):
             if len(ids):
@@ -56,7 +56,7 @@ class StoreDiff:
             if names:
                 lines.append(f"columns only on the {side}: {', '.join(names)}")
         if self.redefined:
-            lines.append(f"columns of another kind: {', '.join(self.redefined)}")
+            lines.append(f"columns with another definition: {', '.join(self.redefined)}")
         for name, pairs in self.changed.items():
             left, right = pairs[0].tolist()
             lines.append(f"column '{name}' differs in {len(pairs)} trajectories, first ids {left} and {right}")
@@ -133,7 +133,7 @@ def _pair_by(left: TrajectoryStore, right: TrajectoryStore, key: str) -> tuple[I
 def _names(store: TrajectoryStore, key: str, ids: Int64Array) -> npt.NDArray[Any]:
     values = store.read_scalars(key, ids)
     if len(np.unique(values)) != len(ids):
-        raise SchemaError(f"column '{key}' does not name rows in {store.path}: a value appears twice.")
+        raise SchemaError(f"column '{key}' does not identify rows in {store.path}: a value appears twice.")
     return values
 
 

@@ -46,9 +46,9 @@ def copy_folder(source: Path, target: Path, root: Root) -> None:
     changed since. Ids are kept. Holes in files stay holes.
     """
     if target.absolute().resolve().is_relative_to(source.resolve()):
-        raise StoreExistsError(f"{target} is in the folder of the store itself. Choose another place for the copy.")
+        raise StoreExistsError(f"{target} is inside the folder of the store. Choose another path for the copy.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise StoreExistsError(f"{target} exists already. Choose another place for the copy.")
+        raise StoreExistsError(f"{target} already exists. Choose another path for the copy.")
     target.parent.mkdir(parents=True, exist_ok=True)
     building = target.parent / f".partial-{target.name}"
     shutil.rmtree(building, ignore_errors=True)

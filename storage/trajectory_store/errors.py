@@ -31,7 +31,7 @@ from collections.abc import Iterable
 
 
 class StoreError(Exception):
-    """The root of all errors that this package raises on purpose."""
+    """The base class of all errors of this package."""
 
 
 class SchemaError(StoreError, ValueError):
@@ -39,15 +39,15 @@ class SchemaError(StoreError, ValueError):
 
 
 class UnknownColumnError(SchemaError):
-    """A column that the schema does not have."""
+    """The schema does not have the column."""
 
 
 class TokenizerNotFoundError(SchemaError, FileNotFoundError):
-    """There is no folder of the name that was given for a tokenizer."""
+    """The given tokenizer folder does not exist."""
 
 
 class BatchError(StoreError, ValueError):
-    """Rows that do not fit the schema."""
+    """Rows do not match the schema."""
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
@@ -55,11 +55,11 @@ class StoreNotFoundError(StoreError, FileNotFoundError):
 
 
 class StoreExistsError(StoreError, FileExistsError):
-    """The path holds something already."""
+    """The path already exists."""
 
 
 class NotAStoreError(StoreError, ValueError):
-    """The folder holds something else."""
+    """The folder is not a store."""
 
 
 class FormatVersionError(StoreError, ValueError):
@@ -67,7 +67,7 @@ class FormatVersionError(StoreError, ValueError):
 
 
 class StoreBusyError(StoreError, BlockingIOError):
-    """Another process has the store for itself."""
+    """Another process has exclusive use of the store."""
 
 
 class StoreClosedError(StoreError, ValueError):
@@ -75,35 +75,35 @@ class StoreClosedError(StoreError, ValueError):
 
 
 class ReadOnlyError(StoreError, PermissionError):
-    """A write through a reader."""
+    """A reader was used to write."""
 
 
 class MissingRowError(StoreError, LookupError):
-    """An id that is not, or no longer, in the store."""
+    """An id is not, or no longer, in the store."""
 
 
 class PlaceError(MissingRowError, IndexError):
-    """There is no row in this place of the order of arrival."""
+    """There is no row at this position in the order of arrival."""
 
 
 class SegmentGoneError(MissingRowError):
-    """A segment was evicted or compacted away since the last refresh; reads refresh and try again."""
+    """A segment was evicted or compacted since the last refresh; reads refresh and retry."""
 
 
 class SnapshotGoneError(MissingRowError):
-    """The values as of a snapshot were folded into later ones."""
+    """The values as of a snapshot were merged into later values."""
 
 
 class WriteFailedError(StoreError, OSError):
-    """The disk is full or failing. What was acknowledged before is safe and readable."""
+    """The disk is full or failing. Acknowledged rows are safe and readable."""
 
 
 class UnsyncedError(WriteFailedError):
-    """A sync failed after the write: the rows or values are in the store, and a power loss may take them."""
+    """A sync failed after the write: the rows or values are in the store, but a power loss may remove them."""
 
 
 class ReadFailedError(StoreError, OSError):
-    """The file system failed to deliver bytes."""
+    """The file system failed to return the bytes."""
 
 
 class CorruptionError(StoreError, ValueError):
@@ -111,11 +111,11 @@ class CorruptionError(StoreError, ValueError):
 
 
 class DamageFoundError(CorruptionError):
-    """Damage that was not known: the read is repeated without it, so no caller sees this."""
+    """Newly detected corruption: the read is repeated without it, so no caller sees this error."""
 
 
 class MissingPackageError(StoreError, ImportError):
-    """A package that only some stores or forms need is not installed."""
+    """An optional package that this store or format needs is not installed."""
 
 
 def is_unknown(error: BaseException) -> bool:

@@ -130,8 +130,8 @@ def check_size(path: Path, actual: int, size: int) -> None:
     """Refuse a file that is shorter than its metadata says."""
     if actual < size:
         raise CorruptionError(
-            f"{path} has {actual} bytes, but its metadata says {size}: it was cut short by a copy or a "
-            "repair. Restore it from a backup, or run verify to list what is lost."
+            f"{path} has {actual} bytes, but its metadata specifies {size}: a copy or a repair truncated it. "
+            "Restore it from a backup, or run verify to list the lost rows."
         )
 
 

@@ -71,8 +71,8 @@ def time_after(newest_ns: int) -> int:
     if now >= MAX_TIME_NS:
         raise WriteFailedError(
             errno.EOVERFLOW,
-            f"the time is {now} ns, and a store holds times below {MAX_TIME_NS} ns (in the year 2116). Nothing was "
-            "written; set the clock of this machine, then append again",
+            f"the time is {now} ns, and a store supports times below {MAX_TIME_NS} ns (in the year 2116). Nothing "
+            "was written; set the clock of this machine, then append again",
         )
     return now
 
@@ -240,7 +240,7 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
         way_out = (
             "Install a newer release of rlhf-pipeline"
             if isinstance(version, int) and version > FORMAT_VERSION
-            else "No release has written it; make the store again"
+            else "No release has written this version; create the store again"
         )
         raise FormatVersionError(
             f"{where} is format version {version!r}; this release reads versions {OLDEST_VERSION} to {FORMAT_VERSION}. "

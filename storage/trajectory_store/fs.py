@@ -30,7 +30,7 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
     """Turn an OSError into a WriteFailedError that says what it means for the data; one from outside is raised."""
     pass_external(error)
     if error.errno in _FULL:
-        why = "the disk, the quota or the file size limit is exhausted"
+        why = "the disk is full, or the quota or the file size limit is exhausted"
         way_out = "Free space (or raise `ulimit -f`), then append again"
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         why = "too many files are open"
@@ -39,8 +39,8 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
         why = os.strerror(error.errno or 0)
         way_out = "Check the disk, then open the store again"
     message = (
-        f"{doing} failed at {path}: {why}. Every row that was acknowledged before is safe and readable; "
-        f"these rows are not in the store. {way_out}."
+        f"{doing} failed at {path}: {why}. All acknowledged rows are safe and readable; these rows are not in the "
+        f"store. {way_out}."
     )
     return WriteFailedError(error.errno, message, str(path))
 
@@ -49,9 +49,9 @@ def unsynced(error: OSError, path: Path | str) -> UnsyncedError:
     """Turn the OSError of a sync into an UnsyncedError, which says what is in the store; one from outside is raised."""
     pass_external(error)
     message = (
-        f"syncing failed at {path}: {os.strerror(error.errno or 0)}. What was written is in the store and readable, "
-        "but may not be on the disk: a power loss may take it. Do not append or update it again. Check the disk; after "
-        "a power loss run verify(), which reports what is lost."
+        f"syncing failed at {path}: {os.strerror(error.errno or 0)}. The written rows or values are in the store "
+        "and readable, but may not be on the disk: a power loss may remove them. Do not append or update them "
+        "again. Check the disk; after a power loss run verify(), which reports lost rows."
     )
     return UnsyncedError(error.errno, message, str(path))
 
@@ -137,12 +137,12 @@ def open_fd(path: Path | str, flags: int) -> int:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise CorruptionError(
-                f"{path} is a link or a pipe, not a regular file. Put the file itself back."
+                f"{path} is a link or a pipe, not a regular file. Replace it with the file."
             ) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise CorruptionError(f"{path} is not a regular file. Put the file itself back.")
+        raise CorruptionError(f"{path} is not a regular file. Replace it with the file.")
     return fd
 
 
@@ -176,7 +176,7 @@ def read_part(path: Path | str, start: int, count: int) -> bytes:
 def check_folder(path: Path | str) -> None:
     """Refuse a folder that is a link."""
     if stat.S_ISLNK(os.lstat(path).st_mode):
-        raise CorruptionError(f"{path} is a link, not a folder. Put the folder itself back.")
+        raise CorruptionError(f"{path} is a link, not a folder. Replace it with the folder.")
 
 
 def pwrite(fd: int, data: Data, offset: int) -> None:
@@ -281,7 +281,7 @@ def short_lock(fd: int, path: Path, patience_s: float = 10.0) -> Generator[None]
     until = time.monotonic() + patience_s
     while (is_locked_here := try_lock(fd)) is False:
         if time.monotonic() > until:
-            why = f"another process has held its lock for {patience_s:.0f} s; end that process, and try again"
+            why = f"another process has held its lock for {patience_s:.0f} s; stop that process and retry"
             raise WriteFailedError(errno.EAGAIN, why, path)
         time.sleep(0.0005)
     try:

@@ -87,7 +87,7 @@ class Memmap(Medium):
             except (FileNotFoundError, SegmentGoneError) as error:
                 missing = error.filename if isinstance(error, FileNotFoundError) else None
                 name = os.path.relpath(missing or folder, self.folder)
-                out.append(CorruptionError(f"{name} is missing, and the catalog says that the segment counts."))
+                out.append(CorruptionError(f"{name} is missing, although the catalog lists the segment."))
             except (StoreError, OSError, ValueError) as error:
                 fs.pass_external(error)
                 out.append(error if isinstance(error, (StoreError, OSError)) else CorruptionError(str(error)))
@@ -272,7 +272,7 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[fs.OpenFile, int]:
         fs.create_sized(commits_path(folder), commits_cap(meta.rows_cap) * RECORD_SIZE, preallocate=False)
         log = fs.OpenFile(commits_path(folder), os.O_RDWR)
         if fs.try_lock(log.fd) is False:
-            raise StoreError(f"{folder} was locked by another process while it was made.")
+            raise StoreError(f"{folder} was locked by another process while it was created.")
         fs.write_file(mark_path(folder), pack_mark(0).ljust(MARK_SIZE, b"\0"))
         fs.create_sized(checks_path(folder), 4 * checks_cap(meta), preallocate=False)
         fs.write_file(folder / "commits" / "zarr.json", commits_json(meta))

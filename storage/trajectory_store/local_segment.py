@@ -706,8 +706,8 @@ class LocalSegment(Segment):
             return open_file(path, size, self._io, used=used)
         except FileNotFoundError:
             raise SegmentGoneError(
-                f"segment {self.name} was evicted or compacted away before its array '{name}' was read. "
-                "Call refresh() and take ids from ids()."
+                f"segment {self.name} was evicted or compacted before its array '{name}' was read. Call refresh() "
+                "and take ids from ids()."
             ) from None
         except OSError as error:
             raise fs.unreadable(error, path) from None
@@ -807,7 +807,7 @@ def check_segment(segment: LocalSegment, report: VerifyReport) -> None:
     if mark is None:
         report.problem(f"{name}: commits/acknowledged is damaged or missing")
     elif mark > end and not any(gap.seq >= segment.records for gap in segment.gaps):
-        report.problem(f"{name}: {mark} commits were acknowledged, and {end} are there: records are missing")
+        report.problem(f"{name}: {mark} commits were acknowledged, but only {end} exist: records are missing")
     report.bytes += segment.records * RECORD_SIZE + segment.value_bytes()
     segment.close_log()
 
@@ -820,18 +820,18 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
     for seq in range(end):
         record = log.get(seq)
         if seq in segment.dropped:
-            report.loss(f"{name}: commit {seq} was being written, and nobody was promised it")
+            report.loss(f"{name}: commit {seq} was being written and had not been acknowledged")
             continue
         if record is None:
             if seq == end - 1 and segment.is_live():
                 return seq
             first, last = segment.around(seq) if seq < segment.records else (segment.rows, segment.rows)
-            rows = f"rows {first} to {last - 1} have no valid record" if last > first else "it holds no known row"
+            rows = f"rows {first} to {last - 1} have no valid record" if last > first else "it contains no known row"
             segment.report(report, Gap(seq, first, last, f"commit record {seq} is damaged; {rows}"))
             covered = max(covered, last)
             continue
         if record.meta_crc != segment.meta_crc or record.ordinal != segment.ordinal:
-            report.problem(f"{name}: zarr.json or folder is not the one that record {seq} was written with")
+            report.problem(f"{name}: zarr.json or the folder differs from the one with which record {seq} was written")
         report.catalog_numbers.add(record.catalog)
         if record.kind != KIND_ROWS:
             if seq != end - 1:
@@ -839,7 +839,7 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
             continue
         first, last = record.rows_end - record.n_rows, record.rows_end
         if first < covered or last > segment.meta.rows_cap:
-            report.problem(f"{name}: commit record {seq} contradicts the one before it")
+            report.problem(f"{name}: commit record {seq} contradicts the previous record")
             continue
         covered = last
         report.rows += record.n_rows

@@ -59,13 +59,13 @@ def count_of(name: str, value: object, most: int, least: int = 1) -> int | None:
 def check_durability(durability: str) -> None:
     """Refuse a durability that there is not."""
     if durability not in DURABILITIES:
-        raise SchemaError(f"durability {durability!r} is not known. Use one of {', '.join(DURABILITIES)}.")
+        raise SchemaError(f"durability {durability!r} is unknown. Use one of {', '.join(DURABILITIES)}.")
 
 
 def backend_of(path: Any, backend: Backend | None) -> Backend:
     """Return the backend for a path: raw segments need a folder."""
     if backend not in ("memmap", "zarr", None):
-        raise SchemaError(f"backend {backend!r} is not known. Use 'memmap' or 'zarr'.")
+        raise SchemaError(f"backend {backend!r} is unknown. Use 'memmap' or 'zarr'.")
     if is_folder(path):
         return backend or "memmap"
     if backend == "memmap":
@@ -93,7 +93,8 @@ def medium_of(
     if isinstance(bucket, FolderBucket):
         return Memmap(bucket, io)
     raise NotAStoreError(
-        f"{bucket.where} holds a copy of a store of raw segments, which need a local folder. Copy it to one to open it."
+        f"{bucket.where} is a copy of a store with raw segments, which need a local folder. Copy it to a local "
+        "folder to open it."
     )
 
 

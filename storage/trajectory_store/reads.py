@@ -288,8 +288,8 @@ class StoreReads:
             read_column = column(name)
             if read_column.axis is not None and not read_column.is_text:
                 raise SchemaError(
-                    f"the condition {condition!r}: '{name}' has a row of values per trajectory; compare its len, sum, "
-                    f"min, max or mean, such as max({name}) > 0."
+                    f"the condition {condition!r}: '{name}' has several values per trajectory; compare its len, "
+                    f"sum, min, max or mean, such as max({name}) > 0."
                 )
             reader.fetch([read_column])
             if not read_column.is_text:
@@ -308,9 +308,7 @@ class StoreReads:
         def ragged(name: str) -> RaggedArray:
             read_column = self._ragged_column(column(name).name)
             if read_column.is_text:
-                raise SchemaError(
-                    f"the condition {condition!r}: '{name}' is text, which has a len and no other figure."
-                )
+                raise SchemaError(f"the condition {condition!r}: '{name}' is text; of text, only len can be compared.")
             reader.fetch([read_column])
             return reader.ragged(read_column)
 
@@ -407,7 +405,7 @@ class StoreReads:
         if damage and not skip_damaged:
             error = self._catalog.unreadable(damage[0][0], damage[0][1], damaged)
             raise CorruptionError(
-                f"{error} Put the files back from a copy, or leave damaged trajectories out: skip_damaged=True, "
+                f"{error} Restore the files from a copy, or skip damaged trajectories: skip_damaged=True, "
                 "--skip-damaged."
             )
         among = self.ids() if ids is None else as_ids(ids)
@@ -503,7 +501,7 @@ class StoreReads:
             `"<axis>.lengths"` for any further axis.
         """
         if side not in ("left", "right"):
-            raise SchemaError(f"side {side!r} is not known. Use 'right' or 'left'.")
+            raise SchemaError(f"side {side!r} is unknown. Use 'right' or 'left'.")
         if pad_to_multiple_of < 1:
             raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
         selected = self.schema.select(columns)

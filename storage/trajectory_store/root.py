@@ -111,7 +111,7 @@ def read_root(bucket: Bucket) -> Root:
         copies = bucket.get_many(keys)  # it may have been created between the two requests
         if copies == [None, None]:
             raise NotAStoreError(
-                f"{bucket.where} holds no trajectory store: it has no zarr.json. Give the folder that "
+                f"{bucket.where} is not a trajectory store: it has no zarr.json. Give the folder that "
                 "TrajectoryStore.create made."
             )
     if copies != [None, None]:
@@ -122,6 +122,6 @@ def read_root(bucket: Bucket) -> Root:
                 return copy  # the first is a file of another store
         return root
     raise StoreNotFoundError(
-        f"there is no trajectory store at {bucket.where}. Check the path, or make one with "
+        f"there is no trajectory store at {bucket.where}. Check the path, or create one with "
         "TrajectoryStore.create(path, schema)."
     )

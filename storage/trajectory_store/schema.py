@@ -41,7 +41,7 @@ class Column:
         mutable: `TrajectoryStore.update` may change the values, as it can of no other column. `append` may leave the
             column out: a value begins as 0 unless a fill is given.
         axis: ragged columns that share an axis have the same length in each trajectory and share one
-            offsets array. Default `"tokens"`; text and bytes have an axis of their own.
+            offsets array. Default `"tokens"`; text and bytes need a separate axis.
         fill: the value of rows that were appended without the column, or that are older than the column. A column
             without a fill, unless mutable, must be in every batch.
         shape: of a ragged column, the shape of one element: `(8,)` for the 8 experts of each token.
@@ -66,7 +66,7 @@ class Column:
     def __post_init__(self) -> None:
         if not _NAME.match(self.name) or self.name in RESERVED:
             raise SchemaError(
-                f"column name {self.name!r} cannot be used: a name starts with a letter, holds at most {MAX_NAME} "
+                f"column name {self.name!r} cannot be used: a name starts with a letter, has at most {MAX_NAME} "
                 f"letters, digits, '_' and '-', and is none of {', '.join(sorted(RESERVED))}."
             )
         if self.dtype not in DTYPES:
@@ -75,7 +75,7 @@ class Column:
                 + did_you_mean(str(self.dtype), DTYPES)
             )
         if self.is_text and self.ragged:
-            raise SchemaError(f"column '{self.name}' is {self.dtype}: leave out ragged=True.")
+            raise SchemaError(f"column '{self.name}' is {self.dtype}: remove ragged=True.")
         self._set_axis()
         self._set_shape()
         self._check_fill()
@@ -98,8 +98,8 @@ class Column:
             raise SchemaError(f"column '{self.name}' is a scalar and has no axis; set ragged=True.")
         elif not _NAME.match(self.axis):
             raise SchemaError(
-                f"axis {self.axis!r} of column '{self.name}' is not a valid name: it starts with a "
-                f"letter and holds at most {MAX_NAME} letters, digits, '_' and '-'."
+                f"axis {self.axis!r} of column '{self.name}' is not a valid name: it must start with a letter and "
+                f"have at most {MAX_NAME} letters, digits, '_' and '-'."
             )
 
     def _check_fill(self) -> None:
@@ -110,7 +110,7 @@ class Column:
                 raise SchemaError(
                     f"fill {self.fill!r} of column '{self.name}' is not a str."
                     if self.dtype == "str"
-                    else f"fill {self.fill!r} of column '{self.name}': bytes are filled with nothing, so give fill=''."
+                    else f"fill {self.fill!r} of column '{self.name}': the fill of bytes is empty, so use fill=''."
                 )
             return
         try:
@@ -221,13 +221,13 @@ class Schema:
         for axis, members in axes.items():
             if len(members) > 1 and any(c.is_text for c in members):
                 names = ", ".join(c.name for c in members)
-                raise SchemaError(f"axis '{axis}' is shared by {names}: text and bytes have an axis of their own.")
+                raise SchemaError(f"axis '{axis}' is shared by {names}: text and bytes need a separate axis.")
         self.axes: dict[str, tuple[Column, ...]] = {a: tuple(m) for a, m in axes.items()}
         self.optional: tuple[Column, ...] = tuple(c for c in self.columns if c.optional)
         if len(self.optional) > MAX_OPTIONAL:
             raise SchemaError(
-                f"{len(self.optional)} columns have a fill or are mutable; the format holds presence "
-                f"flags for {MAX_OPTIONAL}."
+                f"{len(self.optional)} columns have a fill or are mutable; the format has presence flags for "
+                f"{MAX_OPTIONAL}."
             )
 
     @functools.cached_property

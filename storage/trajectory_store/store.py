@@ -208,11 +208,11 @@ class TrajectoryStore(StoreTable):
             CorruptionError: its catalog cannot be read.
         """
         if mode not in ("r", "a"):
-            raise SchemaError(f"mode {mode!r} is not known. Use 'r' to read or 'a' to append.")
+            raise SchemaError(f"mode {mode!r} is unknown. Use 'r' to read or 'a' to append.")
         if durability is not None:
             check_durability(durability)
         if io not in ("auto", "mmap", "pread"):
-            raise SchemaError(f"io {io!r} is not known. Use 'auto', 'mmap' or 'pread'.")
+            raise SchemaError(f"io {io!r} is unknown. Use 'auto', 'mmap' or 'pread'.")
         if add_columns and mode != "a":
             raise ReadOnlyError("add_columns changes the store: open it with mode 'a'.")
         cache_limit, bucket = size_of("cache_bytes", cache_bytes, least=0), bucket_of(path)
@@ -409,8 +409,8 @@ class TrajectoryStore(StoreTable):
         for name in values:
             if not self.schema[name].mutable:
                 raise BatchError(
-                    f"column '{name}' of {self.path} cannot be updated: only one made with mutable=True can, any other "
-                    "keeps what append gave it. For later values add one: add_columns([Column(..., mutable=True)])."
+                    f"column '{name}' of {self.path} cannot be updated: only columns with mutable=True can. To "
+                    "store later values, add a column: add_columns([Column(..., mutable=True)])."
                 )
         names = tuple(c.name for c in self.schema if c.name in values)
         schema = self.schema.only(names)
@@ -514,8 +514,8 @@ class TrajectoryStore(StoreTable):
         self._check_open()
         if not isinstance(self.path, Path):
             raise SchemaError(
-                f"copy() copies a store in a folder; {self.path} is in an object store. Copy its objects with that "
-                "store's own tools, the catalog first (see FORMAT.md), or its rows: rlhf-pipeline copy"
+                f"copy() copies a store in a folder; {self.path} is in an object store. Copy its objects with the "
+                "tools of the object store, the catalog first (see FORMAT.md), or copy its rows: rlhf-pipeline copy"
             )
         damaged = self.damaged()
         self.intact(damaged, skip_damaged=skip_damaged)
@@ -668,7 +668,7 @@ def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
             new.append(_fits(column, state.schema))
         elif existing.to_json() != column.to_json():
             raise SchemaError(
-                f"the store has a column '{column.name}' already, defined as {existing}. Choose another name."
+                f"the store already has a column '{column.name}', defined as {existing}. Choose another name."
             )
     return replace(state, schema=state.schema.with_columns(new)) if new else None
 
@@ -678,8 +678,8 @@ def _fits(column: Column, schema: Schema) -> Column:
     others = schema.axes.get(column.axis or "", ())
     if len(others) == 1 and others[0].mutable:
         raise SchemaError(
-            f"no column can join axis '{column.axis}': '{others[0].name}' is alone on it and mutable, so an update may "
-            "change its lengths. Choose an axis of its own, for example Column(name, dtype, ragged=True, axis=name, "
-            "fill=...)."
+            f"no column can join axis '{column.axis}': '{others[0].name}' is the only column on it and mutable, so "
+            "an update may change its lengths. Choose a separate axis, for example Column(name, dtype, ragged=True, "
+            "axis=name, fill=...)."
         )
     return column

@@ -92,8 +92,8 @@ class StoreTable(StoreReads):
             return columns_read[rows] if isinstance(rows, str) else columns_read
         if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
             raise BatchError(
-                f"store[{key!r}]: give a place, a slice, places, a mask, or names of columns; store[10:20, 'column'] "
-                "reads one column of some rows. read(ids) takes ids."
+                f"store[{key!r}]: give a position, a slice, positions, a mask, or names of columns; store[10:20, "
+                "'column'] reads one column of some rows. read(ids) takes ids."
             )
         if hasattr(rows, "__index__") and not isinstance(rows, np.ndarray):
             every, place = self.positions(), int(rows)
@@ -136,7 +136,8 @@ class StoreTable(StoreReads):
             return every[numbers]
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
             raise BatchError(
-                f"store[{key!r}]: places are whole numbers in one dimension; got {numbers.dtype} {list(numbers.shape)}."
+                f"store[{key!r}]: positions are whole numbers in one dimension; got {numbers.dtype} "
+                f"{list(numbers.shape)}."
             )
         outside = (numbers < -len(every)) | (numbers >= len(every))
         if outside.any():
@@ -295,8 +296,8 @@ def _cell(value: Any) -> str:
 
 def _no_row(place: int, count: int) -> PlaceError:
     return PlaceError(
-        f"there is no row in place {place} of {count}. Places count from 0 in the order of arrival; read(ids) takes "
-        "ids."
+        f"there is no row at position {place} of {count}. Positions count from 0 in the order of arrival; read(ids) "
+        "takes ids."
     )
 
 

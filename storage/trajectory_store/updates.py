@@ -108,8 +108,8 @@ class Later:
             lacks, owners = bool((count & ~inside).any()), (sources >> ORDINAL_SHIFT)[count & inside]
             if segment.meta.merged and lacks and not _keeps_all(segment, owners, self._limits):
                 raise SnapshotGoneError(
-                    f"values of column '{self.column.name}' as of this snapshot were folded into later ones. "
-                    "Read without the snapshot, or take snapshots that are younger than the last compact()."
+                    f"values of column '{self.column.name}' as of this snapshot were merged into later values. Read "
+                    "without the snapshot, or use snapshots taken after the last compact()."
                 )
             count &= inside
         return _picked((targets, addresses, times), count)

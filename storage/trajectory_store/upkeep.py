@@ -363,7 +363,7 @@ def _sound(catalog: Catalog, group: list[Segment]) -> list[Segment]:
         catalog.refresh()
         if segment in (catalog.segments.get(segment.ordinal), catalog.updates.get(segment.ordinal)):
             what = (*report.problems, *report.losses, "rows are missing")[0]
-            log.warning("a segment is not merged, because it is damaged: %s. Run verify().", what)
+            log.warning("a damaged segment was not merged: %s. Run verify().", what)
     return out
 
 
@@ -555,14 +555,14 @@ class Background:
             return
         except (StoreError, OSError) as error:
             fs.pass_external(error)
-            log.warning("upkeep failed; it is tried again later: %s", error)
+            log.warning("upkeep failed and will be retried later: %s", error)
 
     def _run(self) -> None:
         try:
             with self._look_in() as catalog:
                 fold(catalog, self._root, self._stop.is_set)
         except (StoreError, OSError) as error:
-            log.warning("merging small segments failed; it is tried again later: %s", error)
+            log.warning("merging small segments failed and will be retried later: %s", error)
 
     def pause(self) -> None:
         """Wait for the current merge; the next one begins when one is due again."""

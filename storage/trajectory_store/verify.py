@@ -54,13 +54,14 @@ class VerifyReport:
         size = f"{rows} in {self.segments} segments, {self.bytes / 1e6:.1f} MB"
         lost = "".join(f"\n  - lost: {words}" for words in self.losses)
         if self.ok:
-            return f"{self.path}: {size} checked, all {'other ' if lost else ''}checksums hold.{lost}"
+            return f"{self.path}: {size} checked, all {'other ' if lost else ''}checksums match.{lost}"
         lines = "\n".join(f"  - {p}" for p in self.problems)
         return (
-            f"{self.path}: {size} checked, {len(self.problems)} problems, "
-            f"{len(self.damaged_ids)} trajectories damaged:\n{lines}{lost}\n"
-            "Damaged rows cannot be repaired. Restore the segment from a copy, or leave these ids out and accept the "
-            "loss: TrajectoryStore.open(path, mode='a').accept_losses()"
+            f"{self.path}: {size} checked, {len(self.problems)} problems, {len(self.damaged_ids)} trajectories "
+            "damaged:\n"
+            f"{lines}{lost}\n"
+            "Damaged rows cannot be repaired. Restore the segment from a copy, or accept the loss of these ids: "
+            "TrajectoryStore.open(path, mode='a').accept_losses()"
         )
 
     def problem(self, words: str) -> None:

@@ -187,7 +187,7 @@ def _is_in(left: Any, right: Any) -> Any:
     if isinstance(right, Texts):
         return right.contains(_plain(left))
     if not isinstance(right, list):
-        raise SchemaError("what follows 'in' is a list of values, such as (1, 2), or a column of text.")
+        raise SchemaError("'in' must be followed by a list of values, such as (1, 2), or a column of text.")
     values = [_alike(value, left) for value in cast("list[Any]", right)]
     return left.is_in(values) if isinstance(left, Texts) else arithmetic.is_in(_plain(left), values)
 
@@ -224,7 +224,7 @@ def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
     def same_or_not(same: Any, what: str) -> Any:
         if compare not in (operator.eq, operator.ne):
-            raise SchemaError(f"{what} is compared by == and != only.")
+            raise SchemaError(f"{what} can only be compared by == and !=.")
         return same if compare is operator.eq else ~same
 
     return compared
@@ -257,7 +257,7 @@ def _alike(value: Any, compared_with: Any) -> Any:
         try:
             return seconds_of(value)
         except ValueError:
-            raise SchemaError(f"{value!r} is not a number or a date, and is compared with numbers.") from None
+            raise SchemaError(f"{value!r} is compared with numbers, but is not a number or a date.") from None
     return value
 
 
@@ -368,10 +368,10 @@ class _Expression:
         texts = self.source.read(name)
         if how == "contains":
             if not isinstance(texts, Texts) or not (sought := _alike(part, texts)):
-                raise SchemaError(f"the condition {self.condition!r}: ~ looks for a text in a column of text.")
+                raise SchemaError(f"the condition {self.condition!r}: ~ searches for a text in a column of text.")
             return texts.contains(sought, any_case=True)
         if not isinstance(texts, Texts):
-            raise SchemaError(f"{name}.{how} is for a column of text, and '{name}' is none. {_EXAMPLE}")
+            raise SchemaError(f"{name}.{how} needs a column of text, and '{name}' is not one. {_EXAMPLE}")
         return texts.startswith(part) if how == "startswith" else texts.endswith(part)
 
     def _operand(self, name: str) -> Any:
@@ -385,8 +385,8 @@ class _Expression:
             if self._is_none(side):
                 if not isinstance(opposite, ast.Name) or not isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
                     raise SchemaError(
-                        f"the condition {self.condition!r}: null is compared by == and != only, and with a column: "
-                        "'column is None'."
+                        f"the condition {self.condition!r}: null can only be compared by == and !=, and with a "
+                        "column: 'column is None'."
                     )
                 missing = self.source.missing(opposite.id)
                 return missing if isinstance(op, (ast.Is, ast.Eq)) else ~missing

@@ -270,7 +270,7 @@ def differences(killed: Path, straight: Path) -> Iterator[str]:
     with TrajectoryStore.open(found.store_path) as ours, TrajectoryStore.open(expected.store_path) as others:
         rows = diff(others, ours, key="trajectory_id")
         rows.changed.pop("created_at", None)
-        if str(rows) != "The stores hold the same rows.":
+        if str(rows) != "The stores contain the same rows.":
             yield f"store: {rows}"
         ids, numbers = set(ours.ids().tolist()), ours.read_scalars("trajectory_id").tolist()
         if len(set(numbers)) < len(numbers):

@@ -134,5 +134,5 @@ def test_rewards_of_whole_groups_are_refused(tmp_path):
     def of_group(completions: list[str], **columns: object) -> list[float]:
         return [0.0] * len(completions)
 
-    with pytest.raises(DefinitionError, match="a reward function of a whole group cannot be used"):
+    with pytest.raises(DefinitionError, match="a batched reward function cannot be used"):
         run(dataclasses.replace(pipeline(), reward=Reward(of_group)), run_dir=tmp_path / "run")

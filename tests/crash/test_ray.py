@@ -124,7 +124,7 @@ def test_two_learners_on_ray_of_which_one_is_killed_learn_like_one(tmp_path, mon
 
     os.kill(driver.until(learner, seconds=LATE_S, every=0.2) or 0, signal.SIGKILL)
     said = driver.succeed(LATE_S)
-    assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in said
+    assert "learner-1 was killed by SIGKILL; the learner's processes are restarted" in said
     assert [finding.text for finding in check_run(run) if not finding.ok] == []
     assert [row["step"] for row in run.ledger] == [1, 2, 3, 4, 5, 6]
     assert {row["processes"] for row in run.metrics} == {2}

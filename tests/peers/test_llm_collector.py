@@ -230,7 +230,7 @@ def test_what_is_missing_is_named(tiny):
             transform.inv(lazy_stack([step(tiny, **change)]))
     for key, message in (
         (("next", "reward"), "No turn has a"),
-        ("group_id", "which group it belongs to"),
+        ("group_id", "has a group identity"),
         (("tokens", "prompt"), "no ('tokens', 'prompt')"),
     ):
         row = step(tiny)

@@ -284,13 +284,13 @@ def test_what_an_engine_cannot_do_is_refused(tiny):
     """No gradient, another temperature, dropped tokens: one message each with what to do."""
     lp = [torch.zeros(len(row)) for row in ROWS]
     rows = tiny.rows(ROWS, PROMPTS, log_probs=lp, advantage=[torch.zeros(len(row)) for row in ROWS])
-    with pytest.raises(DefinitionError, match="gives no gradients"):
+    with pytest.raises(DefinitionError, match="provides no gradients"):
         GRPOLoss(engine(tiny))(rows)
-    with pytest.raises(DefinitionError, match=r"scores at temperature 1, and 0\.5 is wanted"):
+    with pytest.raises(DefinitionError, match=r"scores at temperature 1, but 0\.5 is needed"):
         RetrieveLogProb(engine(tiny, generate_kwargs={"temperature": 0.5})).inv(rows)
     with pytest.raises(DefinitionError, match="processed_logprobs"):
         EnginePolicy(engine(tiny)).generate_ragged([[5]], temperature=0.5)
-    with pytest.raises(DataError, match="a padding token that no text holds"):
+    with pytest.raises(DataError, match="a padding token that no text contains"):
         RetrieveLogProb(engine(tiny, drops=258)).inv(rows)
 
 

@@ -60,7 +60,7 @@ def test_override_reads_the_text_by_the_fields_type(pipeline, path, text, value)
         ("learn.lrr", "1", "Learn has no field 'lrr'. Did you mean 'lr'?"),
         ("lern.lr", "1", "Pipeline has no field 'lern'. Did you mean 'learn'?"),
         ("learn", "1", "group of fields"),
-        ("name.x", "1", "no fields of its own"),
+        ("name.x", "1", "has no fields"),
         ("learn.steps", "many", "not a valid int"),
         ("learn.lr", "-1", "lr is -1.0; it must be above 0"),
         ("buffer.durability", "powr", "Did you mean 'power'?"),
@@ -117,9 +117,9 @@ def test_steps_on_a_rollout_are_said_once(pipeline):
     assert override(parts, "buffer.max_staleness", "9").max_staleness == 9
     for pairs, message in (
         ([("sample.max_uses", "1")], r"Set sample\.max_uses to at least 2"),
-        ([("sample.strategy", "uniform")], r"draws batches of its own\. Set sample\.batch_size"),
-        ([("sample.batch_size", "8")], r"whole or in learn\.minibatches parts"),
-        ([("learn.minibatches", "257")], r"a rollout has 256 trajectories\. Set it to that at most"),
+        ([("sample.strategy", "uniform")], r"draws its batches independently\. Set sample\.batch_size"),
+        ([("sample.batch_size", "8")], r"or learn\.minibatches parts of it"),
+        ([("learn.minibatches", "257")], r"a rollout has 256 trajectories\. Set it to at most that number"),
     ):
         with pytest.raises(DefinitionError, match=message):
             apply_overrides(parts, pairs)
@@ -180,15 +180,15 @@ def test_a_definition_that_collects_can_be_told_to_learn_from_stores(pipeline):
     replay = override(override(pipeline, "replay.stores", "runs/a, runs/b"), "replay.weights", "2,1")
     assert replay.replay == Replay(stores=("runs/a", "runs/b"), weights=(2.0, 1.0))
     assert override(replay, "sample.batch_size", "8").sample.batch_size == 8
-    with pytest.raises(DefinitionError, match="fresh takes the newest rollout"):
+    with pytest.raises(DefinitionError, match="fresh uses the complete newest rollout"):
         override(pipeline, "sample.batch_size", "8")
     with pytest.raises(DefinitionError, match="3 weights for 2 stores"):
         override(replay, "replay.weights", "1,2,3")
-    with pytest.raises(DefinitionError, match="recorded_order goes with one store"):
+    with pytest.raises(DefinitionError, match="recorded_order needs exactly one store"):
         override(replay, "replay.recorded_order", "true")
-    with pytest.raises(DefinitionError, match=r"until the next one: learn\.epochs is 1\. Set it to 2"):
+    with pytest.raises(DefinitionError, match=r"until the next one, but learn\.epochs is 1\. Set it to 2"):
         override(pipeline, "sample.strategy", "anchored")
-    with pytest.raises(DefinitionError, match=r"stores have none.*--set sample\.strategy=uniform"):
+    with pytest.raises(DefinitionError, match=r"a store has no rollout order.*--set sample\.strategy=uniform"):
         override(override(replay, "learn.epochs", "2"), "sample.strategy", "anchored")
 
 

@@ -203,7 +203,7 @@ def test_overrides():
     assert (pipeline.learn.epochs, pipeline.buffer.max_staleness) == (4, 3)
     with pytest.raises(DefinitionError, match=r"^--set learn\.lrr=1: Learn has no field 'lrr'\. Did you mean 'lr'\?"):
         definition.pipeline([("learn.lrr", "1")])
-    with pytest.raises(DefinitionError, match=r"^--set sample\.batch_size=4: .*no sample\.batch_size"):
+    with pytest.raises(DefinitionError, match=r"^--set sample\.batch_size=4: .*so sample\.batch_size cannot be set"):
         definition.pipeline([("sample.batch_size", "4")])
 
 

@@ -63,7 +63,7 @@ def test_a_copy_keeps_ids_and_holes(tmp_path):
             sum(path.stat().st_blocks for path in (tmp_path / name).rglob("*")) for name in ("store", "copy")
         )
         assert after <= 1.2 * before
-        with pytest.raises(StoreExistsError, match="exists already"):
+        with pytest.raises(StoreExistsError, match="already exists"):
             store.copy(tmp_path / "copy")
 
 

@@ -41,8 +41,8 @@ def test_each_command_ends_with_what_to_type_next(store: Path, tmp_path: Path, c
     typed = [
         (["stats", store], "6 trajectories, 4 columns"),
         (["show", store, "--where", "reward>=1", "--num", "1"], "1 of 2 trajectories"),
-        (["verify", store], "all checksums hold"),
-        (["compact", store], "ids, order and values are as before"),
+        (["verify", store], "all checksums match"),
+        (["compact", store], "ids, order and values are unchanged"),
         (["copy", store, "--to", tmp_path / "some", "--where", "reward >= 0.5"], "4 trajectories"),
         (["export", store, "--to", tmp_path / "rows.parquet", "--columns", "reward,tokens"], "6 trajectories"),
     ]

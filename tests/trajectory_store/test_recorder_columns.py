@@ -158,7 +158,7 @@ def test_rows_alike_by_either_way(tmp_path: Path):
 @pytest.mark.parametrize(
     ("more", "error", "wanted"),
     [
-        ({"temperature": -1.0}, BatchError, r"'temperature' must be a temperature, which is not negative"),
+        ({"temperature": -1.0}, BatchError, r"'temperature' must be a temperature of at least 0"),
         ({"log_prob_mode": "other"}, BatchError, r"'log_prob_mode' must be 'processed' or 'raw'"),
         ({"temperature": [1.0]}, BatchError, r"1 values of temperature for 3 completions"),
         ({"groups": ["a"]}, BatchError, r"1 values of groups for 3 completions"),

@@ -115,8 +115,8 @@ def test_episodes_that_do_not_fit(tmp_path: Path):
     """A reward before the end, rows apart from each other, groups that are only counted; nothing is stored."""
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         for episodes, groups, wrong in (
-            (["a", "a"], ["q", "q"], "row 0 has a reward, 1, and is not the last of its episode"),
-            (["a", "b", "a"], ["q"] * 3, "rows of episode 'a' are not next to each other"),
+            (["a", "a"], ["q", "q"], "row 0 has a reward, 1, and is not the last row of its episode"),
+            (["a", "b", "a"], ["q"] * 3, "rows of episode 'a' are not consecutive"),
             (["a", "a"], None, "episodes of several rows need groups by name"),
         ):
             with pytest.raises(BatchError, match=wrong):

@@ -173,7 +173,7 @@ def test_other_folders_and_versions_are_named(tmp_path, store_path):
         TrajectoryStore.open(tmp_path / "other")
     with pytest.raises(NotAStoreError):
         TrajectoryStore.open(store_path / "seg-00000000")
-    for version, advice in ((7, "Install a newer release"), (4, "make the store again")):
+    for version, advice in ((7, "Install a newer release"), (4, "create the store again")):
         for meta in (store_path / "zarr.json", store_path / "catalog" / "zarr.json"):
             doc = json.loads(meta.read_text())
             doc["attributes"]["version"] = version

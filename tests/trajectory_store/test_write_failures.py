@@ -165,7 +165,7 @@ def test_a_sync_that_fails_says_what_is_in_the_store(tmp_path, monkeypatch, back
             error = syncs.fails(at, write)
             store.refresh()
             if isinstance(error, UnsyncedError):
-                assert "is in the store" in str(error)
+                assert "are in the store" in str(error)
             elif error is not None:
                 assert "not in the store" in str(error)
                 write()

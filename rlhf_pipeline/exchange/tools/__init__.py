@@ -72,11 +72,12 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
         return {"reward": "+".join(numbers)}  # TRL's weights are 1 unless the user changed them
     if len(numbers) > 1:
         raise DefinitionError(
-            f"which columns are the rewards? The columns of numbers are {', '.join(numbers)}. Name one or a sum, "
-            f"with the training's weights: --field reward={numbers[0]} or --field reward={numbers[0]}+0.5*{numbers[1]}"
+            f"which columns are the rewards? The columns of numbers are {', '.join(numbers)}. Choose one or a sum, "
+            f"with the weights of the training: --field reward={numbers[0]} or --field "
+            f"reward={numbers[0]}+0.5*{numbers[1]}"
         )
     if not numbers:
-        raise DefinitionError(f"no column of rewards. {row.describe_row()} Name it: --field reward=NAME")
+        raise DefinitionError(f"no column of rewards. {row.describe_row()} Specify it: --field reward=NAME")
     return {"reward": numbers[0]}
 
 
@@ -114,7 +115,7 @@ def trl(row: Fields) -> RawRollouts:
 
 @tool(
     *("verl", "verl's rollout_data_dir dumps", "input output gts score step", NO_TOKENS),
-    *("special tokens: verl leaves out the chat markup of prompts", NO_END, NO_SCORES),
+    *("special tokens: verl removes the chat markup of prompts", NO_END, NO_SCORES),
     unit=lambda row: _numbered(row, "step", r"/(\d+)\.jsonl"),
 )
 def verl(row: Fields) -> RawRollouts:
@@ -142,8 +143,8 @@ def verl(row: Fields) -> RawRollouts:
     if values.get("overlong_reward") is not None and "reward" not in row.field_paths and not evaluation:
         raise DefinitionError(
             "the rows have score and overlong_reward, and verl's DAPO manager writes the score with the penalty or "
-            "without it. Say which: --field reward=score (a reward function that returns a number) or "
-            "--field reward=score+overlong_reward (one that returns a dict)"
+            "without it. Choose one: --field reward=score (for a reward function that returns a number) or --field "
+            "reward=score+overlong_reward (for a function that returns a dict)"
         )
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
     by_prompt = DerivedField("step, input and gts", (step, "input", str(values["input"]), str(values["gts"])))
@@ -200,7 +201,8 @@ def slime(row: Fields) -> RawRollouts:
     if isinstance(values["reward"], dict) and "reward" not in row.field_paths:
         keys = [*map(str, values["reward"])]
         raise DefinitionError(
-            f"the rewards are dicts ({', '.join(keys)}). Name the run's --reward-key: --field reward=reward.{keys[0]}"
+            f"the rewards are dicts ({', '.join(keys)}). Specify the run's --reward-key: --field "
+            f"reward=reward.{keys[0]}"
         )
     start = len(tokens) - size
     yield row.record(
@@ -241,9 +243,9 @@ def _is_trained(row: Row) -> bool:
 
 
 @tool("prime-rl", "episodes of prime-rl's rollouts", "env task ok traces",
-      "token ids and log-probs, where the endpoint gave none", also=_is_trained)  # fmt: skip
+      "token ids and log-probs, if the endpoint returned none", also=_is_trained)  # fmt: skip
 @tool("verifiers", "episodes of verifiers' evaluations", "env task ok traces",
-      "token ids and log-probs, where the endpoint gave none", also=lambda row: not _is_trained(row))  # fmt: skip
+      "token ids and log-probs, if the endpoint returned none", also=lambda row: not _is_trained(row))  # fmt: skip
 def episodes(row: Fields) -> RawRollouts:
     """Verifiers 0.4 and prime-rl 0.8: episodes, `traces.jsonl`.
 
@@ -336,7 +338,7 @@ def _failure(row: Row, trace: Row) -> str:
 
 def _weighed(item: Any) -> float:
     if not isinstance(item, Mapping) or "score" not in item:
-        raise DataError("field 'rewards' must hold objects with a score and a weight.")
+        raise DataError("field 'rewards' must contain objects with a score and a weight.")
     return as_reward(item["score"], "score") * as_reward(item.get("weight", 1.0), "weight")
 
 
@@ -394,7 +396,7 @@ def _paths(trace: Row) -> Iterator[tuple[int, list[int]]]:
         path, place = [], leaf
         while place is not None:
             if not 0 <= place < len(nodes) or len(path) > len(nodes):
-                raise DataError(f"the nodes are no tree: {json.dumps([n.get('parent') for n in nodes])[:80]}")
+                raise DataError(f"the nodes are not a tree: {json.dumps([n.get('parent') for n in nodes])[:80]}")
             path.append(place)
             place = nodes[place].get("parent")
         yield branch, path[::-1]
@@ -492,7 +494,7 @@ def token_exports(row: Fields) -> RawRollouts:
 @tool(
     *("open-instruct", "rollout shards of open-instruct's --save_traces", "step sample_idx prompt_idx prompt_tokens "
     "response_tokens reward advantage finish_reason dataset ground_truth request_info logprobs"),
-    "which tokens tools gave: rows that called one stay out of the loss",
+    "which tokens came from tools: rows that called a tool are excluded from the loss",
 )  # fmt: skip
 def open_instruct(row: Fields) -> RawRollouts:
     """open-instruct (commit e6c3044): `RUN_rollouts_NNNNNN.jsonl` of `--save_traces`.
@@ -605,7 +607,7 @@ def nemo_rl_validation(row: Fields) -> RawRollouts:
     }
     talk, step = values["content"], row.number_in(r"val_data_step(\d+)")
     if not is_messages(talk):
-        raise DataError(f"field 'content' must hold chat messages, got {excerpt(talk)}.")
+        raise DataError(f"field 'content' must be chat messages, got {excerpt(talk)}.")
     first = next((place for place, message in enumerate(talk) if message["role"] == "assistant"), len(talk))
     yield row.of(values).record(
         prompt=DerivedField("content", talk[:first]),
@@ -642,7 +644,7 @@ def openrlhf(row: Fields) -> RawRollouts:
 
 
 @tool("tinker", "captured samples of tinker-cookbook, with its rollout summaries", "scope",
-      "rewards, unless the rollout summaries are named too", also=lambda row: _is_call(row))  # fmt: skip
+      "rewards, unless the rollout summaries are also given", also=lambda row: _is_call(row))  # fmt: skip
 def tinker(row: Fields) -> RawRollouts:
     """tinker-cookbook 0.6.1 (commit 9dfcc3a): `capture/sample.jsonl`, with rollout summaries for the rewards.
 
@@ -659,7 +661,7 @@ def tinker(row: Fields) -> RawRollouts:
         yield None
         return
     if "prompt_tokens" not in values:
-        raise DataError("there are no prompt_tokens: the prompt has images, and its tokens are not written.")
+        raise DataError("there are no prompt_tokens: the prompt has images, so its tokens are not in the file.")
     scope = part_of(values, "scope")
     split, iteration, group, traj = (scope.get(name) for name in ("split", "iteration", "group_idx", "traj_idx"))
     for place, sample in enumerate(as_list(values["samples"], "samples")):
@@ -780,7 +782,7 @@ def _first_row_of_table(row: Fields) -> Mapping[str, str]:
 
 
 @tool(
-    *("wandb", "tables of Weights & Biases", "columns data", "what the table of its writer lacks"),
+    *("wandb", "tables of Weights & Biases", "columns data", "values that the writer's table lacks"),
     also=lambda row: isinstance(row["columns"], list) and isinstance(row["data"], list),
     first_row_tells=_first_row_of_table,
 )
@@ -837,8 +839,8 @@ def rows(row: Fields) -> RawRollouts:
         lacks = [target for target in _PAIRS[1] if target not in names] + lacks
     if lacks:
         raise DefinitionError(
-            f"no field for {' and '.join(lacks)}. {row.describe_row()} Name it: --field {lacks[0]}=NAME (a dotted path "
-            "into nested fields is a name, too); none leaves a field out"
+            f"no field for {' and '.join(lacks)}. {row.describe_row()} Specify it: --field {lacks[0]}=NAME (a "
+            "dotted path selects a nested field); none ignores a field"
         )
     if talk is not None:
         yield _conversation(row, talk, names)
@@ -852,7 +854,7 @@ def rows(row: Fields) -> RawRollouts:
         return
     values = {target: row.value(path) for target, path in names.items() if "+" not in path and "*" not in path}
     if "reward" in names and "reward" not in values:
-        raise DataError("a sum of rewards cannot be read from lists of them. Name one: --field reward=NAME")
+        raise DataError("a sum of rewards cannot be read from lists of rewards. Choose one: --field reward=NAME")
     meta = row.meta()
     for place in range(len(several)):
         each = {target: _part(names[target], target, value, place, len(several)) for target, value in values.items()}
@@ -947,5 +949,5 @@ def find_tool(name: str, row: Row, *, is_export: bool = False) -> Tool | None:
     lacking = min((tool.signature - row.keys() for tool in candidates), key=len)
     raise DefinitionError(
         f"this is not {' or '.join(tool.summary for tool in candidates)}: it lacks the fields "
-        f"{', '.join(sorted(lacking))}, and looks like --format {recognised.name}."
+        f"{', '.join(sorted(lacking))}; its format appears to be --format {recognised.name}."
     )

@@ -28,7 +28,7 @@ _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 
 @tool(
     *("atif", "agent trajectories in ATIF", "schema_version agent steps"),
-    "token ids, log-probs and rewards, where the writer put none",
+    "token ids, log-probs and rewards, if the writer recorded none",
     also=lambda row: str(row["schema_version"]).startswith("ATIF-v1"),
     grows=True,
 )
@@ -153,7 +153,7 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
     for place in with_ids:
         metrics = part_of(steps[place], "metrics")
         if (steps[place].get("llm_call_count") or 1) > 1:
-            raise DataError(f"steps[{place}] is of several calls of the model, whose tokens cannot be told apart.")
+            raise DataError(f"steps[{place}] contains several calls of the model, whose tokens cannot be separated.")
         prompt = metrics.get("prompt_token_ids")
         if prompt is None:
             raise DataError(
@@ -244,7 +244,7 @@ def _reward_of(row: Fields, trial: Row) -> DerivedField | None:
     if len(rewards) > 1 and "reward" not in rewards and "reward" not in row.field_paths and not row.for_display:
         name = next(iter(rewards))
         raise DefinitionError(
-            f"which of the verifier's rewards is the reward? There are {', '.join(rewards)}. Name one or a sum: "
+            f"which of the verifier's rewards is the reward? There are {', '.join(rewards)}. Choose one or a sum: "
             f"--field reward=trial.verifier_result.rewards.{name}"
         )
     reward = rewards.get("reward", next(iter(rewards.values()), None))

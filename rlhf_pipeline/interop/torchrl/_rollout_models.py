@@ -62,14 +62,14 @@ class RolloutModel:
         limit = getattr(config, "max_new_tokens", None)
         if limit not in (None, max_new_tokens):
             raise DefinitionError(
-                f"the generation config has max_new_tokens={limit}, the rollout {max_new_tokens}, which is the number "
-                f"of its steps. Make a RolloutFromModel(..., max_new_tokens={limit})."
+                f"the generation config has max_new_tokens={limit}, the rollout {max_new_tokens}, which is the "
+                f"number of its steps. Create a RolloutFromModel(..., max_new_tokens={limit})."
             )
         ends = getattr(config, "eos_token_id", None)
         if ends is not None and as_id_tuple(ends) != tuple(self.eos_token_ids):
             raise DefinitionError(
-                f"the generation config ends at {as_id_tuple(ends)}, the model at {tuple(self.eos_token_ids)}. "
-                "Set model.generation_config.eos_token_id before the RolloutFromModel is made."
+                f"the generation config ends at {as_id_tuple(ends)}, the model at {tuple(self.eos_token_ids)}. Set "
+                "model.generation_config.eos_token_id before you create the RolloutFromModel."
             )
         distortion = find_distortion(
             lambda name: getattr(config, name, None),
@@ -77,8 +77,8 @@ class RolloutModel:
         )
         if distortion is not None:
             raise DefinitionError(
-                f"the generation config has {distortion.name}={distortion.value}, and log-probs would be those of "
-                f"another distribution than the one sampled from. Set {distortion.name}={distortion.off}."
+                f"the generation config has {distortion.name}={distortion.value}, so log-probs would belong to "
+                f"another distribution than the sampled one. Set {distortion.name}={distortion.off}."
             )
         if self.is_policy:
             temperature = getattr(config, "temperature", None)
@@ -105,7 +105,8 @@ class RolloutModel:
         most = self.max_positions
         if most is not None and longest + max_new_tokens > most:
             raise DataError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {most} positions. "
+                f"a prompt of {longest} tokens and {max_new_tokens} new tokens do not fit into the model's {most} "
+                "positions. "
                 + (
                     f"Drop prompts of more than {most - max_new_tokens} tokens, or lower max_new_tokens."
                     if max_new_tokens < most
@@ -146,7 +147,8 @@ class RolloutModel:
             row = int((~ended).nonzero()[0])
             raise DataError(
                 f"generate() gave row {row} {new.shape[1]} of {max_new_tokens} tokens and none of the ends "
-                f"{tuple(self.eos_token_ids)}. Set model.generation_config.eos_token_id to what ends a completion."
+                f"{tuple(self.eos_token_ids)}. Set model.generation_config.eos_token_id to the token that ends a "
+                "completion."
             )
         tokens.masked_fill_(columns >= lengths.unsqueeze(1), self.pad_token_id)
         return tokens, lengths, None

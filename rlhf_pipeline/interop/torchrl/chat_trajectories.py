@@ -106,9 +106,10 @@ class ChatTrajectories(Transform):
             end = len(prompt) + len(response)
             if not torch.equal(torch.cat((prompt, response)), full[:end]):
                 raise DataError(
-                    f"The {end} tokens of turn {number} are not the beginning of the {len(full)} of turn {len(turns)}: "
-                    "the conversation was encoded again from its text. Make the policy with prefer_tokens=True and "
-                    "give the environment an IncrementalTokenizer, or end trajectories after one turn."
+                    f"The {end} tokens of turn {number} are not the beginning of the {len(full)} of turn "
+                    f"{len(turns)}: the conversation was encoded again from its text. Create the policy with "
+                    "prefer_tokens=True and give the environment an IncrementalTokenizer, or end trajectories after "
+                    "one turn."
                 )
             assistant_mask[len(prompt) : end] = True
             if self.keep_log_probs and len(response):
@@ -136,7 +137,7 @@ class ChatTrajectories(Transform):
         first, last = turns[0], turns[-1]
         rewards = [turn.get(("next", "reward"), None) for turn in turns]
         if all(reward is None for reward in rewards):
-            raise DataError("No turn has a ('next', 'reward'). Append a transform that gives one to the environment.")
+            raise DataError("No turn has a ('next', 'reward'). Append a transform that computes it to the environment.")
         total = sum(float(torch.as_tensor(r).double().sum()) for r in rewards if r is not None)
         row[keys.TASK_REWARD] = torch.tensor(total, dtype=torch.float32)
         row[keys.DONE] = torch.tensor(True)
@@ -144,8 +145,8 @@ class ChatTrajectories(Transform):
         identity = next((v for name in names if (v := _plain(first, name)) is not None), None)
         if identity is None:
             raise DataError(
-                f"No turn says which group it belongs to: looked for {list(names)}. Give the data loader a group_id, "
-                "the same for all repeats of a prompt."
+                f"No turn has a group identity: checked {list(names)}. Give the data loader a group_id, the same "
+                "for all repeats of a prompt."
             )
         if isinstance(identity, str):
             row["query"] = NonTensorData(identity)
@@ -177,9 +178,8 @@ class ChatTrajectories(Transform):
         if first and not any(first):
             raise DataError(
                 f"The first sampled token of every one of {len(first)} turns has log-prob 0: TorchRL's "
-                "TransformersWrapper sets it so. Sample with as_policy(wrapper) of "
-                "rlhf_pipeline.interop.torchrl, or pass keep_log_probs=False and score them with "
-                "RetrieveLogProb's behaviour_model."
+                "TransformersWrapper sets it to 0. Sample with as_policy(wrapper) of rlhf_pipeline.interop.torchrl, "
+                "or pass keep_log_probs=False and score them with RetrieveLogProb's behaviour_model."
             )
 
 
@@ -215,8 +215,8 @@ def _trajectories(td: TensorDictBase) -> list[list[Any]]:
             current = []
     if current:
         raise IncompleteError(
-            f"The last trajectory of the batch is not complete: {len(current)} turns have no end. Collect whole ones "
-            f"with {_OPTIONS}."
+            f"The last trajectory of the batch is not complete: {len(current)} turns have no end. Collect complete "
+            f"trajectories with {_OPTIONS}."
         )
     return out
 

@@ -106,8 +106,8 @@ class LLMWrapperBase(_TorchRLWrapperBase):
     def _must_score(self, method: str) -> None:
         if self.generate:
             raise UnsupportedError(
-                f"{method} scores given tokens, and this policy generates. "
-                "Use policy.get_new_version(generate=False), which shares the model."
+                f"{method} scores given tokens, but this policy generates. Use "
+                "policy.get_new_version(generate=False), which shares the model."
             )
 
     def get_dist(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -145,7 +145,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         del as_padded_tensor, padding_value, further
         if as_nested_tensor or layout == torch.jagged:
             raise UnsupportedError(
-                "A distribution over nested tensors has no log_prob that works. Leave as_nested_tensor and layout out: "
+                "A distribution over nested tensors has no working log_prob. Omit as_nested_tensor and layout: "
                 "ragged rows are padded on padding_side, and masked."
             )
         batch = self.read_batch(tensordict, padding_side)
@@ -217,7 +217,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         lengths = prompt_lengths(tensordict, batch, prompt_key, assistant_key)
         if lengths is None:
             raise DataError(
-                "Nothing tells where the prompts end. Write num_prompt_tokens [B], ragged prompts under "
+                "The ends of the prompts are unknown. Write num_prompt_tokens [B], ragged prompts under "
                 f"{prompt_key!r}, or {assistant_key!r}."
             )
         index = batch.attention_mask.cumsum(1) - 1

@@ -61,7 +61,7 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
             if bool(wrong.any()):
                 row, column = (int(i) for i in wrong.nonzero()[0])
                 raise DataError(
-                    f"{int(wrong.sum())} of the tokens differ from those that the log-probs are of (column {column} of "
+                    f"{int(wrong.sum())} of the tokens differ from the tokens of the log-probs (column {column} of "
                     f"row {row}: {int(value[row, column])}, not {int(self.tokens[row, column])}). Score them first."
                 )
         return super().log_prob(value)

@@ -118,8 +118,8 @@ class KLRewardTransform(KLReward):
         if requires_grad:
             raise DefinitionError(
                 "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
-                "reference of a language model is scored without gradient, because the penalty is part of the reward. "
-                "Leave it out, or put a KL term into the loss with GRPOLoss(kl_to_ref_coeff=...)."
+                "reference of a language model is scored without gradient, because the penalty is part of the "
+                "reward. Omit it, or add a KL term to the loss with GRPOLoss(kl_to_ref_coeff=...)."
             )
         models = [m for m in (ref_model, actor) if m is not None]
         if len(models) + (ref_model_factory is not None) > 1:
@@ -257,7 +257,7 @@ class ActorKLRewardTransform(KLRewardTransform):
         if not isinstance(requires_grad, bool):
             raise DefinitionError(
                 f"the fifth argument of the actor form is requires_grad, True or False, not {requires_grad!r}. Pass "
-                "log_prob_key= and those after it by name."
+                "log_prob_key= and later arguments by name."
             )
         model = ref_model if ref_model is not None else actor
         if not is_actor(model) or (ref_model is not None and actor is not None):
@@ -399,9 +399,11 @@ def _sampled(model: nn.Module) -> list[Any]:
 
 
 _REASONS = {
-    "use_ray_service": "the reference runs where the transform does; to score in another process, write from there.",
+    "use_ray_service": (
+        "the reference runs where the transform does; to score in another process, write from that process."
+    ),
     "actor_name": "there is no Ray actor.",
-    "detach": "a penalty in the reward has no graph; GRPOLoss(kl_to_ref_coeff=...) puts a KL term into the loss.",
+    "detach": "a penalty in the reward has no graph; GRPOLoss(kl_to_ref_coeff=...) adds a KL term to the loss.",
 }
 _HARMLESS = {"use_ray_service": (False,)}
 

@@ -111,22 +111,22 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             raise DefinitionError(f"inplace is {inplace!r}; it must be True, False or 'empty'.")
         if layout not in (None, torch.strided):
             raise DefinitionError(
-                f"layout is {layout}; what is sampled comes as a lazy stack of rows. Read a leaf of it with "
-                "td.get(key, as_nested_tensor=True, layout=torch.jagged), or pass pad_output=True."
+                f"layout is {layout}; samples are returned as a lazy stack of rows. Read a leaf with td.get(key, "
+                "as_nested_tensor=True, layout=torch.jagged), or pass pad_output=True."
             )
         sampling = {_ALIASES.get(k, k): v for k, v in (generate_kwargs or {}).items()}
         for name in sampling:
             if name not in _GENERATE_KWARGS:
                 raise DefinitionError(
-                    f"generate_kwargs has {name!r}, which would change what is sampled and is not supported."
-                    + did_you_mean(name, _GENERATE_KWARGS)
+                    f"generate_kwargs has {name!r}, which would change the sampled distribution and is not "
+                    "supported." + did_you_mean(name, _GENERATE_KWARGS)
                 )
         if sampling.pop("do_sample", True) is False:
             sampling["temperature"] = 0.0
         num_sequences = sampling.pop("num_return_sequences", None)
         if num_sequences is not None and num_samples is not None and num_sequences != num_samples:
             raise DefinitionError(
-                f"num_samples is {num_samples} and generate_kwargs says {num_sequences}; give one of them."
+                f"num_samples is {num_samples} but generate_kwargs has {num_sequences}; pass only one of them."
             )
         self.num_samples = num_samples if num_samples is not None else num_sequences
         if self.num_samples is not None and self.num_samples < 1:
@@ -171,8 +171,8 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             options["input_key"] = self.input_key
         if kwargs.get("device") not in (None, self.device):
             raise DefinitionError(
-                f"A new version shares its weights with this one, which are on {self.device}. Move the policy, or make "
-                "a CausalLMPolicy over a copy of the model."
+                f"A new version shares its weights with this one, which are on {self.device}. Move the policy, or "
+                "create a CausalLMPolicy with a copy of the model."
             )
         accepted = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")
         for name in kwargs:

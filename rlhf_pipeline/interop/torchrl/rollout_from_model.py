@@ -268,13 +268,15 @@ class RolloutFromModel:
         scores = torch.as_tensor(scores)
         if scores.numel() != len(input_ids):
             raise DataError(
-                f"the reward model gave scores of shape {list(scores.shape)} for {len(input_ids)} rows; it must return "
-                "(rewards, end_scores) or the end scores alone, one per row."
+                f"the reward model returned scores of shape {list(scores.shape)} for {len(input_ids)} rows; it must "
+                "return (rewards, end_scores) or the end scores alone, one per row."
             )
         scores = scores.detach().float().reshape(-1).to(input_ids.device)
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
-            raise DataError(f"the reward model gave row {row} the end score {scores[row].item()}, which is not finite.")
+            raise DataError(
+                f"the reward model returned for row {row} the end score {scores[row].item()}, which is not finite."
+            )
         return scores
 
     logprobs_of_labels = staticmethod(labels_log_probs)

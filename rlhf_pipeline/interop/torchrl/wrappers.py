@@ -96,7 +96,7 @@ class WrapperAdapter:
         if not isinstance(inner, nn.Module):
             as_policy(model, "GRPOLoss")
             raise DefinitionError(
-                f"GRPOLoss got a {type(model).__name__} around an engine that gives no gradients. Train a "
+                f"GRPOLoss got a {type(model).__name__} around an engine that provides no gradients. Train a "
                 "CausalLMPolicy and send its weights to the engine."
             )
         base: Any = getattr(inner, "get_base_model", lambda: inner)()  # inside peft's wrapper
@@ -128,8 +128,8 @@ def _refuse_distortions(wrapper: Any) -> None:
     distortion = find_distortion(options.get, ignore=("num_return_sequences",)) if wrapper.generate else None
     if distortion is not None:
         raise DefinitionError(
-            f"{type(wrapper).__name__} samples with {distortion.name}={distortion.value}, and its log-probs are those "
-            f"of another distribution than the one sampled from. Leave {distortion.name} out of its generate_kwargs."
+            f"{type(wrapper).__name__} samples with {distortion.name}={distortion.value}, so its log-probs belong "
+            f"to another distribution than the sampled one. Remove {distortion.name} from its generate_kwargs."
         )
 
 
@@ -231,7 +231,7 @@ class EnginePolicy:
         temperature = self.temperature if temperature is None else temperature
         if temperature not in (0.0, 1.0):
             raise DefinitionError(
-                f"{self._name()} scores at temperature 1, and {temperature} is wanted. Score with a CausalLMPolicy "
+                f"{self._name()} scores at temperature 1, but {temperature} is needed. Score with a CausalLMPolicy "
                 "over the same weights at that temperature, or sample at 1."
             )
         if self._scorer is None:
@@ -249,8 +249,8 @@ class EnginePolicy:
         bad = scored & ~out.isfinite()
         if bool(bad.any()):
             raise DataError(
-                f"{self._name()} gave no finite log-prob for {int(bad.sum())} of {int(scored.sum())} tokens. Ask the "
-                "engine for prompt_logprobs, or score with a CausalLMPolicy over the same weights."
+                f"{self._name()} returned no finite log-prob for {int(bad.sum())} of {int(scored.sum())} tokens. "
+                "Request prompt_logprobs from the engine, or score with a CausalLMPolicy over the same weights."
             )
         return torch.where(scored, out, 0.0)
 
@@ -305,8 +305,8 @@ class EnginePolicy:
     def _check_sampling(self, temperature: float) -> None:
         if isinstance(getattr(self.wrapper, "model", None), nn.Module):
             raise DefinitionError(
-                "TransformersWrapper sets the log-prob of the first sampled token to 0, and its model cannot be driven "
-                "by CausalLMPolicy, which would not. Sample with another model, or score the samples again."
+                "TransformersWrapper sets the log-prob of the first sampled token to 0, and CausalLMPolicy, which "
+                "would not, does not support its model. Sample with another model, or score the samples again."
             )
         engine = getattr(self.wrapper, "model", None)
         for name in ("llm_engine", "model_config", "logprobs_mode"):
@@ -339,13 +339,13 @@ class EnginePolicy:
         out: Any = version(lazy_stack(data))
         scores = out.get(("log_probs", name), as_list=True)
         if scores is None:
-            raise DataError(f"{self._name()} gave no log-probs. Make it with return_log_probs=True.")
+            raise DataError(f"{self._name()} returned no log-probs. Create it with return_log_probs=True.")
         tokens = rows if part == "full" else out.get(("tokens", name), as_list=True)
         tokens, scores = ([v.detach().cpu().reshape(-1) for v in values] for values in (tokens, scores))
         for ids, values in zip(tokens, scores, strict=True):
             if len(ids) != len(values):
                 raise DataError(
-                    f"{self._name()} gave {len(values)} log-probs for {len(ids)} tokens: it drops tokens equal to the "
-                    "padding id. Give the tokenizer a padding token that no text holds (not the end token)."
+                    f"{self._name()} gave {len(values)} log-probs for {len(ids)} tokens: it removes tokens equal to "
+                    "the padding id. Give the tokenizer a padding token that no text contains (not the end token)."
                 )
         return tokens, scores

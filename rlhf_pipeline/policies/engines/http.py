@@ -200,16 +200,16 @@ class HTTPEngine:
         status, info = self._ask_status("GET", "/server_info?config_format=json")
         if status != 200 or not isinstance(info, dict):
             raise EngineError(
-                f"the server at {self.name} answers /server_info with {status}: it was not started for this. Start it "
-                f"like this: {START}"
+                f"the server at {self.name} answers /server_info with {status}: it was not started in development "
+                f"mode. Start it with: {START}"
             )
         config: Any = info.get("vllm_config")
         model = config.get("model_config", {}) if isinstance(config, dict) else {}
         mode = model.get("logprobs_mode")
         if mode != "processed_logprobs":
             raise EngineError(
-                f"the server at {self.name} reports {mode}, which are not the log-probs of the distribution that it "
-                f"samples from. Start it like this: {START}"
+                f"the server at {self.name} reports {mode}, which are not the log-probs of the sampled "
+                f"distribution. Start it with: {START}"
             )
         self._server_facts = _Server(
             max_model_len=model.get("max_model_len"),
@@ -232,11 +232,11 @@ class HTTPEngine:
                 self.version = None
                 if not folder.is_dir():
                     # A newer version may have replaced it. The server stays paused until it has whole weights.
-                    raise DataError(f"the weights {folder} are gone.")
+                    raise DataError(f"the weights {folder} no longer exist.")
                 raise EngineError(
-                    f"the server at {self.name} could not load the weights in {folder} ({status}: {_short(reply)}). It "
-                    "must see that folder under the same path. It is paused now, until it gets whole weights: type the "
-                    "same command with --resume."
+                    f"the server at {self.name} could not load the weights in {folder} ({status}: {_short(reply)}). "
+                    "It must be able to read that folder under the same path. It is paused until it receives "
+                    "complete weights: repeat the command with --resume."
                 )
             self._ask("POST", "/update_weight_version", {"new_version": label})
         if not self._paused:  # whoever has loaded these weights may have been killed before this call
@@ -262,8 +262,8 @@ class HTTPEngine:
                     self._give(folder, version)
                     return
         raise EngineError(
-            f"the server at {self.name} was restarted and lacks the weights of version {self.version}. Type "
-            "the same command with --resume, which loads them."
+            f"the server at {self.name} was restarted and lacks the weights of version {self.version}. Repeat the "
+            "command with --resume, which loads them."
         )
 
     def _has_weights(self) -> bool:
@@ -281,8 +281,8 @@ class HTTPEngine:
         number = self._number(label)
         if number is None:
             raise EngineError(
-                f"the server at {self.name} sampled with weights labelled {label!r}, which this run did not give it. "
-                "Does another run use it, or was it started again? Give each run a server of its own."
+                f"the server at {self.name} sampled with weights labelled {label!r}, which this run did not load. "
+                "Does another run use it, or was it restarted? Give each run a separate server."
             )
         return number
 
@@ -307,8 +307,8 @@ class HTTPEngine:
 
     def _unreachable(self, error: Exception) -> EngineError:
         return EngineError(
-            f"the server at {self.name} has been out of reach for {self._patience_s:g} s ({error}). What was stored is "
-            f"safe. Start the server like this: {START}; then type the same command with --resume."
+            f"the server at {self.name} has been unreachable for {self._patience_s:g} s ({error}). Stored "
+            f"trajectories are safe. Start the server with: {START}; then repeat the command with --resume."
         )
 
     def _exchange(
@@ -485,8 +485,8 @@ class _ServerCall:
         engine = self._engine
         if status != 200:
             raise EngineError(
-                f"the server at {engine.name} refuses prompt {job.prompt} ({status}): {_short(reply)}. Was it started "
-                f"like this? {START}"
+                f"the server at {engine.name} rejects prompt {job.prompt} ({status}): {_short(reply)}. Was it "
+                f"started with this command? {START}"
             )
         try:
             choices = sorted(reply["choices"], key=lambda choice: choice["index"])
@@ -495,8 +495,8 @@ class _ServerCall:
             return [self._completion(choice, job.sampling["max_tokens"]) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
-                f"the server at {engine.name} answers in a form that is not vLLM's ({type(error).__name__}: {error}): "
-                f"{_short(reply)}"
+                f"the server at {engine.name} returns a response that is not in vLLM's format "
+                f"({type(error).__name__}: {error}): {_short(reply)}"
             ) from error
 
     def _completion(self, choice: dict[str, Any], limit: int) -> Row:

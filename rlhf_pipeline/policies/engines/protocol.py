@@ -108,8 +108,8 @@ class Request:
         if len(outside):
             owner = int(lengths.cumsum().searchsorted(outside[0], "right"))
             raise DataError(
-                f"Prompt {owner} has the token id {ids[outside[0]]}; the model's vocabulary is "
-                f"0 .. {'' if vocab is None else vocab - 1}. Encode it with this model's own tokenizer."
+                f"Prompt {owner} has the token id {ids[outside[0]]}; the model's vocabulary is 0 .. "
+                f"{'' if vocab is None else vocab - 1}. Encode it with the tokenizer of this model."
             )
         if positions is not None and self.count:
             longest = int(lengths.argmax())

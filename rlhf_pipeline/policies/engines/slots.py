@@ -158,7 +158,7 @@ class SlotEngine:
             return None
         masking = masking_of(self.parts)
         if masking is None:
-            states = "keeps recurrent states" if self.parts.num_states else "takes no ready-made attention masks"
+            states = "keeps recurrent states" if self.parts.num_states else "accepts no prepared attention masks"
             self._notice(f"{states}, so the host reads every token and no step is captured as a CUDA graph")
             return None
         slots = min(self.num_slots, power_of_two(count))
@@ -197,7 +197,7 @@ class SlotEngine:
     def load_weights(self, weights: Weights, version: int) -> None:
         """Load weights into the model; caches of completions in progress are computed again with them."""
         if self.model is None:
-            raise DefinitionError("This SlotEngine has no model to load weights into. Make it with model=...")
+            raise DefinitionError("This SlotEngine has no model to load weights into. Create it with model=...")
         with self.gate.still(), torch.inference_mode(False), torch.no_grad():
             if isinstance(weights, Path):
                 load_weights(weights, self.model)

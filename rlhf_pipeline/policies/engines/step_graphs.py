@@ -90,9 +90,9 @@ def check_replay(parts: ModelParts, eager: StepOutputs, replayed: StepOutputs, *
     most = rounding(parts.head.weight, fine=1e-4, coarse=0.1)
     if not (log_probs <= most and hidden <= most and stray <= -(-rows // _STRAY)):
         raise EngineError(
-            f"A decode step of {type(parts.trunk).__name__} replayed as a graph ({bucket}) differs from the same step "
-            f"run kernel by kernel: {stray} of {rows} tokens, log-probs by {log_probs:.2g} and hidden states by "
-            f"{hidden:.2%} of their size, with {most:g} allowed. Nothing that it sampled is used. Sample with vLLM: "
+            f"A decode step of {type(parts.trunk).__name__} replayed as a graph ({bucket}) differs from the same "
+            f"step run kernel by kernel: {stray} of {rows} tokens, log-probs by {log_probs:.2g} and hidden states "
+            f"by {hidden:.2%} of their size, with {most:g} allowed. Its samples were discarded. Sample with vLLM: "
             "--set collect.engine=vllm"
         )
 

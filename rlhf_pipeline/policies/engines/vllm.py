@@ -177,7 +177,7 @@ class VLLMEngine:
                 raise EngineError(f"vLLM could not load the weights of version {version}: {error}") from error
             if not dropped:
                 self.version = None
-                raise EngineError("vLLM does not drop what it computed with the weights before.")
+                raise EngineError("vLLM did not clear its caches of the previous weights.")
             self.version = version
 
     def abort(self) -> None:

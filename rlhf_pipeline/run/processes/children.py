@@ -255,11 +255,11 @@ class Child:
             return
         if self._told_of != pid:
             self._told_of, self._pulses[self.name] = pid, _Pulse()
-            logger.info("%s: process %d has the name already; waiting until it leaves", self.name, pid)
+            logger.info("%s: process %d already uses the name; waiting until it exits", self.name, pid)
         # The last heartbeat of a dead process is no reason to kill the one that has its name now.
         why = self._pulses[self.name].verdict(heartbeat, self.config) if heartbeat.get("pid") == pid else None
         if why is not None and is_alive(self._folder, self.name):
-            logger.warning("%s: %s; process %d, which has the name, is killed", self.name, why, pid)
+            logger.warning("%s: %s; process %d, which uses the name, is killed", self.name, why, pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             self._pulses[self.name] = _Pulse()

@@ -167,7 +167,7 @@ class _Worker:
             except LeaseLostError as error:
                 notify(self.on_event, str(error))
             except StopAskedError as error:
-                notify(self.on_event, f"{claims.work.what} {number} is given up: {error}.")
+                notify(self.on_event, f"{claims.work.what} {number} was cancelled: {error}.")
             finally:
                 claims.release(done=done)
             last_published = None
@@ -292,8 +292,8 @@ def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> No
     problem, folder = weights_problem(run, published), weights_folder(run, published)
     if problem is not None:
         raise DataError(
-            f"the published weights {folder.name} of {run.address} cannot be used: {problem}. Start the learner "
-            f"again, which publishes them again: rlhf-pipeline learn --run {typed(run.address)}"
+            f"the published weights {folder.name} of {run.address} cannot be used: {problem}. Restart the learner, "
+            f"which publishes them again: rlhf-pipeline learn --run {typed(run.address)}"
         )
     policy.engine.load_weights(folder, published.version)
     for older in sorted(folder.parent.glob("version-*"))[:-_COPIES]:

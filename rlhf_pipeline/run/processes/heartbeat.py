@@ -97,9 +97,9 @@ class Heartbeat:
         state, busy = str(self._reported.get("state", "")), time.monotonic() - self._changed
         if self._progress_timeout_s is None or is_idle(state) or busy <= self._progress_timeout_s:
             return
-        message = f"{self.name} has been {state!r} for {busy:.0f} s (--progress-timeout), and leaves"
+        message = f"{self.name} has been {state!r} for {busy:.0f} s (--progress-timeout) and exits"
         logger.error("%s", message)
-        os.write(2, f"rlhf-pipeline: {plain(message)}. What was stored and learned is kept.\n".encode())
+        os.write(2, f"rlhf-pipeline: {plain(message)}. Stored trajectories and completed steps are kept.\n".encode())
         os._exit(HUNG)  # the thread that hangs cannot be asked
 
     def _write(self) -> None:
@@ -168,7 +168,7 @@ def process_lock(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[No
             if time.monotonic() >= deadline:
                 pid = holder(folder, name) or "unknown"
                 raise RunExistsError(
-                    f"{folder.parent} has a {name} already: process {pid}. Stop that one first: kill {pid}"
+                    f"{folder.parent} already has a process {name}: {pid}. Stop that process first: kill {pid}"
                 )
             time.sleep(0.05)
         file.truncate(0)

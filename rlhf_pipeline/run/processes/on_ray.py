@@ -174,7 +174,7 @@ def on_ray(
             f"--ray needs ray 2.50 or newer; this is {ray.__version__}. Install it: pip install 'rlhf-pipeline[ray]'"
         )
     if address.startswith("ray://") and not is_url(run_dir):
-        raise DefinitionError(f"the cluster at {address} does not see the folder {run_dir}: give --out s3://bucket/run")
+        raise DefinitionError(f"the cluster at {address} cannot access the folder {run_dir}: use --out s3://bucket/run")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     if address == HERE:
         cpus = max(os.cpu_count() or 1, processes)

@@ -133,7 +133,7 @@ def report_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
     """Report that the learner waits for something if no collector is alive."""
     if not run.place.living() - {"learner", "supervisor"}:
         command = f"rlhf-pipeline collect --run {typed(run.address)}"
-        notify(on_event, f"the learner waits for {what}, and no collector is alive. Start one: {command}")
+        notify(on_event, f"the learner waits for {what}, but no collector is alive. Start one: {command}")
 
 
 def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:

@@ -168,13 +168,13 @@ class Supervisor:
                 self._tick()
                 time.sleep(_TICK_S)
             if reason is None:
-                logger.info("supervisor: all processes are asked to stop")
+                logger.info("supervisor: requested all processes to stop")
                 self._report(
-                    "all processes finish their rollout or step, and save. Press Ctrl-C again to kill them.", "info"
+                    "all processes finish their rollout or step and save. Press Ctrl-C again to kill them.", "info"
                 )
             self._wind_down(signal.SIGTERM if reason is None else None)
         except ProcessFailedError as error:
-            logger.error("supervisor: giving up: %s", error)
+            logger.error("supervisor: stopping: %s", error)
             self._wind_down(signal.SIGTERM)
             raise ProcessFailedError(f"{error} {self._way_on()}") from None
         finally:
@@ -191,7 +191,7 @@ class Supervisor:
                 continue
             why = child.kill_if_hung()
             if why is not None:
-                self._report(f"{child.name} hangs ({why}); it is killed and started again.")
+                self._report(f"{child.name} hangs ({why}); it is killed and restarted.")
             ended = child.take_exit()
             if ended is not None:
                 self._on_exit(child, ended)
@@ -209,32 +209,32 @@ class Supervisor:
             return
         if ended.code == 0:
             child.rest(self.config.first_delay_s)
-            logger.info("%s: ended although the run continues; it is started again", child.name)
+            logger.info("%s: ended although the run continues; it is restarted", child.name)
             return
         if ended.code == _USAGE_ERROR and child.name not in self._has_advanced:
             raise ProcessFailedError(f"{ended.name} cannot start. {self._advice(ended)}")
         delay = child.fail(self.metrics.rows.last_step)
         if child.is_hopeless:
             raise ProcessFailedError(
-                f"{ended.name} {ended.how}, {child.failures} failures in a row without any progress. "
+                f"{ended.name} {ended.how}, {child.failures} consecutive failures without progress. "
                 f"{self._advice(ended)}"
             )
         again = "it is" if len(child.names) == 1 else "the learner's processes are"
-        message = f"{ended.name} {ended.how}; {again} started again in {delay:g} s"
+        message = f"{ended.name} {ended.how}; {again} restarted in {delay:g} s"
         words = f": {ended.last_words}" if ended.last_words else ""
-        logger.warning("%s (failures in a row: %d)%s", message, child.failures, words)
+        logger.warning("%s (consecutive failures: %d)%s", message, child.failures, words)
         self._report(f"{message}.")
 
     def _advice(self, ended: Exit) -> str:
-        last_words = f"It said last: {ended.last_words}\n" if ended.last_words else ""
+        last_words = f"Last line of stderr: {ended.last_words}\n" if ended.last_words else ""
         return f"{last_words}More is in {ended.log}."
 
     def _way_on(self) -> str:
         with suppress(StoreError, DataError):
             if came_to_nothing(RunFolder(self.run_dir)):
-                return "Nothing was stored: fix it, then type the same command again."
+                return "Nothing was stored: fix the problem, then repeat the command."
         again = f"rlhf-pipeline run --resume --out {typed(self.run_dir)}"
-        return f"What was stored and learned is kept: fix it, then continue: {again}"
+        return f"Stored trajectories and completed steps are kept: fix the problem, then continue: {again}"
 
     def _wind_down(self, number: int | None) -> None:
         """Wait until all processes have left, except those that hang or take too long."""

@@ -137,5 +137,5 @@ def weights_problem(run: RunFolder, published: Published) -> str | None:
     folder = run.bring(weights_folder(run, published))
     problem = folder_problem(folder)
     if problem is None and published.digest not in (0, folder_digest(folder)):
-        return "they are not the published ones"
+        return "they are not the published weights"
     return problem

@@ -151,7 +151,7 @@ class BundledFolders:
                     contents |= part
         except FileNotFoundError as error:
             raise DataError(
-                f"{self._bucket.where}/{name}: {error} is gone. A newer one may have replaced it."
+                f"{self._bucket.where}/{name}: {error} no longer exists. A newer one may have replaced it."
             ) from error
         return contents
 
@@ -242,4 +242,4 @@ def _files_of(raw: bytes, name: str) -> Files:
         rows = json.loads(raw)["files"]
         return {file: [(content, Span(*place)) for content, *place in pieces] for file, pieces in rows.items()}
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{name}.json is not what a run writes ({error}). Restore it from a copy.") from error
+        raise DataError(f"{name}.json is not in the format of a run ({error}). Restore it from a copy.") from error

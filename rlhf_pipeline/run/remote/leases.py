@@ -33,8 +33,8 @@ _LOOKS: Final = 4
 def replaced(what: str) -> LeaseLostError:
     """Return the error of a process whose place another process has taken."""
     return LeaseLostError(
-        f"{what} was written by another process, which has taken this one's place: this one was stalled for too long. "
-        "Nothing is lost; start it again if the other one ends."
+        f"{what} was written by another process, which has replaced this process because it was stalled for too "
+        "long. No data is lost; restart this process if the other one ends."
     )
 
 
@@ -77,7 +77,7 @@ class Leases:
                     logger.warning("%s: its lease could not be renewed: %s", name, error)
                     continue
                 if swapped is None:  # everything that this process puts from now on is refused
-                    logger.error("%s: another process has taken its place", name)
+                    logger.error("%s: another process has replaced it", name)
                     return
                 tag = swapped
 
@@ -104,7 +104,7 @@ class Leases:
                     return tag
             elif lives and now >= deadline:
                 raise RunExistsError(
-                    f"{self._bucket.where} has a {name} already: {_who(current.data)}. Stop that first."
+                    f"{self._bucket.where} already has a process {name}: {_who(current.data)}. Stop that process first."
                 )
             time.sleep(min(1.0, self.seconds / 8))
 

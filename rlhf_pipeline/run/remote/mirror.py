@@ -58,7 +58,7 @@ class Mirror:
         self.address = url
         bucket = open_bucket(url, durable=False)
         if not isinstance(bucket, ObstoreBucket):
-            raise TypeError(f"{url} is no object store")
+            raise TypeError(f"{url} is not an object store")
         self.bucket = bucket
         self.life = secrets.token_hex(8)
         """Identifies this process, and no other."""

@@ -125,8 +125,8 @@ class LeasedClaims(Claims):
         """Note in the claim the segment that is appended to from now on."""
         if self._claimed is not None and not self._change(self._claimed, segment=segment):
             raise LeaseLostError(
-                f"{self.work.what} {self._claimed} was taken over by another collector: this one was stalled for more "
-                f"than {self._mirror.leases.seconds:g} s. Its samples are dropped."
+                f"{self.work.what} {self._claimed} was taken over by another collector, because this collector was "
+                f"stalled for more than {self._mirror.leases.seconds:g} s. Its samples are discarded."
             )
 
     def _change(self, number: int, *, segment: int | None = None) -> bool:

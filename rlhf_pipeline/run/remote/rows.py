@@ -78,7 +78,7 @@ class LineLog:
     def add(self, part: Part) -> None:
         """Put a part after all others."""
         if not self.is_writing:
-            raise AssertionError(f"{self._name} is written by a process that has not begun to")
+            raise AssertionError(f"{self._name} is read-only until its writer starts")
         self._outbox.add(lambda: self._put(self._pack(part)))
 
     def _put(self, raw: bytes) -> None:
@@ -172,4 +172,4 @@ class SharedRows(StepRows):
             super().refresh()
 
 
-_RESTORE: Final = "Restore the run from a copy, or start a new one with --out OTHER_PLACE."
+_RESTORE: Final = "Restore the run from a copy, or start a new run with --out OTHER_FOLDER."

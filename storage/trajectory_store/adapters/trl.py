@@ -48,7 +48,7 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
         )
     _check_server(trainer)
     if compute_log_probs and (cut := _truncated(trainer)) and not getattr(trainer, "use_vllm", False):
-        _log.warning("log-probs of completions sampled with %s cannot be computed afterwards, so they are NaN", cut)
+        _log.warning("log-probs of completions sampled with %s cannot be computed after sampling, so they are NaN", cut)
     recorder.rank = trainer.accelerator.process_index
     recorder.world_size = trainer.accelerator.num_processes
     sample, grade = getattr(trainer, _SAMPLES), getattr(trainer, _GRADES)
@@ -91,8 +91,8 @@ def _check_server(trainer: Any) -> None:
     mode = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         raise SchemaError(
-            f"the vLLM server gives log-probs as {mode}: at temperature 1, not at the trainer's {trainer.temperature}. "
-            "Start it with --logprobs-mode processed_logprobs."
+            f"the vLLM server reports log-probs as {mode}: at temperature 1, not at the trainer's "
+            f"{trainer.temperature}. Start it with --logprobs-mode processed_logprobs."
         )
 
 
@@ -274,7 +274,8 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
             single = opened.read_scalars(size, row_ids) == 1
             if not single.all():
                 _log.warning(
-                    "%s: %d rows of episodes of several rows are not served: to TRL each row is a member of its group",
+                    "%s: %d rows of episodes with several rows are not served, because TRL counts each row as a "
+                    "member of its group",
                     store,
                     np.count_nonzero(~single),
                 )

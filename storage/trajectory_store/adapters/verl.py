@@ -69,7 +69,7 @@ def as_verl_builds(base: Any) -> Any:
             if not isinstance(self, type(plain)):
                 raise SchemaError(
                     f"verl samples with {type(plain).__name__} where trainer.v1.trainer_mode is "
-                    f"{arguments['trainer_mode']!r}. Name the class that is made from it: "
+                    f"{arguments['trainer_mode']!r}. Select the class that is based on it: "
                     + ", ".join(name for name, of in _BASES.items() if of == type(plain).__name__)
                 )
             self.__dict__.update(vars(plain))

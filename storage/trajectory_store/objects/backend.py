@@ -280,7 +280,7 @@ class ObjectMedium(Medium):
         raw = group_json(with_crc({**replace(meta, elems_cap=ends).to_attributes(), "sealed": sealed}))
         self.bucket.put(f"{entry.name}/{COPY}", raw)
         if not self.bucket.put_once(f"{entry.name}/{KEY}", raw):
-            raise WriteFailedError(None, f"{entry.name} was made by another process", self.where)
+            raise WriteFailedError(None, f"{entry.name} was created by another process", self.where)
         self.bucket.sync(entry.name)
 
     def seal(self, segment: Segment) -> bool:
@@ -477,7 +477,7 @@ def _check_commits(
         first = segment.records
         follow([segment])
         if last >= segment.records and segment.records == first:
-            report.problem(f"{segment.name}: commit {first} is missing or damaged, and commit {last} is there")
+            report.problem(f"{segment.name}: commit {first} is missing or damaged, but commit {last} exists")
 
 
 def _damage_in(raw: bytes | None, segment: ObjectSegment, seq: int, report: VerifyReport) -> list[Gap]:
@@ -496,7 +496,7 @@ def _damage_in(raw: bytes | None, segment: ObjectSegment, seq: int, report: Veri
         stated = (commit.ordinal, commit.seq, commit.salt)
         begins = tuple(commit.starts.values()) == segment.starts(seq)
         if stated != (segment.ordinal, seq, segment.meta.salt) or brief_of(commit) != brief or not begins:
-            return whole(f"object {key} is another commit than its place says")
+            return whole(f"object {key} is a different commit from the one expected at this position")
         gaps = list[Gap]()
         for name, spec in segment.specs.items() if brief.n_rows else ():
             values, wrong = segment.compared(seq, spec, places, commit.crc, raw)
@@ -507,7 +507,9 @@ def _damage_in(raw: bytes | None, segment: ObjectSegment, seq: int, report: Veri
             if raw[slice(*places.get(f"{name}/zarr.json", (0, 0)))] not in docs:
                 report.problem(f"object {key}: {name}/zarr.json is damaged")
         if not gaps and (not is_canonical(raw, key) or commit.to_json() != raw[slice(*places["zarr.json"])]):
-            report.problem(f"object {key} is damaged: it is not what its writer put; its values are intact")
+            report.problem(
+                f"object {key} is damaged: it differs from the object that its writer put; its values are intact"
+            )
     except (StoreError, KeyError) as error:
         return whole(str(error))
     return gaps

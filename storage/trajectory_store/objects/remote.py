@@ -40,8 +40,8 @@ def open_bucket(target: Any, *, durable: bool) -> Bucket:
             return FolderBucket(Path("/" + rest.lstrip("/")), durable=durable)
         if scheme not in SCHEMES:
             raise SchemaError(
-                f"no trajectory store can be kept at {target}: a URL begins with one of {', '.join(SCHEMES)}. For a "
-                "store in memory give obstore.store.MemoryStore() itself, for a folder its path."
+                f"a trajectory store cannot be at {target}: a URL begins with one of {', '.join(SCHEMES)}. For a "
+                "store in memory pass obstore.store.MemoryStore(), for a folder its path."
             )
         return ObstoreBucket(_from_url(target), target)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(cast("object", target)).__mro__}
@@ -75,9 +75,9 @@ class _Parallel(Bucket):
         if os.getpid() not in self._first_process:
             if self._first_process:
                 raise StoreError(
-                    f"process {os.getpid()} was forked from process {self._first_process[0]} after that had used an "
-                    f"object store, so it cannot use one itself ({self.where}). Start processes that do with "
-                    "multiprocessing.get_context('spawn'), or fork before the first store is opened."
+                    f"process {os.getpid()} was forked from process {self._first_process[0]} after that process had "
+                    f"used an object store, so it cannot use an object store ({self.where}). Start such processes "
+                    "with multiprocessing.get_context('spawn'), or fork before the first store is opened."
                 )
             self._first_process.append(os.getpid())
 
@@ -129,7 +129,9 @@ class ObstoreBucket(_Parallel):
             refused = isinstance(error, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError))
             if refused or _NO_BUCKET in message:
                 raise WriteFailedError(
-                    None, f"the object store refuses: {message}. Check the address, and the credentials", self.where
+                    None,
+                    f"the object store rejected the request: {message}. Check the address and the credentials",
+                    self.where,
                 ) from error
             raise Transient(message) from error
 
@@ -195,7 +197,7 @@ class ObstoreBucket(_Parallel):
             return persist(once, f"replacing {key} at {self.where}")
         except (Transient, ReadFailedError) as error:
             raise WriteFailedError(
-                None, f"replacing {key} failed: {error}. Whether it was replaced is not known", self.where
+                None, f"replacing {key} failed: {error}. It is unknown whether it was replaced", self.where
             ) from error
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:

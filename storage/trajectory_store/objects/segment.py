@@ -190,7 +190,7 @@ class ObjectSegment(Segment):
         if not begins or not all(
             b.time_ns > a.time_ns and _grows(a.ends, b.ends) for a, b in itertools.pairwise(chain)
         ):
-            self.leave_out(commit.seq, f"object {self.key(commit.seq)} is damaged: it contradicts those before it")
+            self.leave_out(commit.seq, f"object {self.key(commit.seq)} is damaged: it contradicts the previous commits")
             return False
         for brief in chain[1:]:
             self._add(brief)
@@ -283,7 +283,7 @@ class ObjectSegment(Segment):
             commit = self._from_end(key, object_end, lambda tail, size: read_commit(tail, size, key, self.meta))
             if commit is None or self._is_named(commit, seq):
                 return commit
-            self.leave_out(seq, f"object {key} is another commit than its name says")
+            self.leave_out(seq, f"object {key} is a different commit from the one in its name")
         except StoreError as error:
             if isinstance(error, ReadFailedError):
                 raise
@@ -522,15 +522,15 @@ class ObjectSegment(Segment):
                 self._fetch_chunks(name, missing)
         except FileNotFoundError as error:
             raise SegmentGoneError(
-                f"object {error} was evicted or compacted away before it was read. Call refresh(), and take ids from "
-                "ids()."
+                f"object {error} was evicted or compacted before it was read. Call refresh(), and take ids from ids()."
             ) from None
         except OSError as error:
             if isinstance(error, StoreError) or fs.is_external(error):
                 raise
             raise ReadFailedError(
                 error.errno,
-                f"keeping {self.name}/{name} failed: {error.strerror}. Give a cache_dir with room, or less cache_bytes",
+                f"keeping {self.name}/{name} failed: {error.strerror}. Choose a cache_dir with free space, or a "
+                "smaller cache_bytes",
                 str(self._cache.folder),
             ) from error
 
@@ -787,7 +787,7 @@ class ObjectSegment(Segment):
         def read(tail: bytes, size: int) -> tuple[Places, Crcs]:
             commit = read_commit(tail, size, key, self.meta)
             if not self._is_named(commit, seq):
-                raise CorruptionError(f"object {key} is another commit than its name says.")
+                raise CorruptionError(f"object {key} is a different commit from the one in its name.")
             return directory(tail, size, key), commit.crc
 
         if raw is not None:

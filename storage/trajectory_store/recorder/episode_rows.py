@@ -40,8 +40,9 @@ class EpisodeRows:
             reward = fields["reward"][i] if "reward" in fields else None
             if reward is not None and not math.isnan(float(reward)):
                 raise BatchError(
-                    f"row {i} has a reward, {float(reward):g}, and is not the last of its episode. Give the reward of "
-                    "an episode to its last row, and None to the others; turn_rewards may have those of single turns."
+                    f"row {i} has a reward, {float(reward):g}, and is not the last row of its episode. Give the "
+                    "reward of an episode to its last row, and None to the other rows; turn_rewards may contain the "
+                    "rewards of single turns."
                 )
         ends = (self.first + self.size - 1).tolist()
         for name in ("finish_reason", "advantage"):
@@ -68,7 +69,7 @@ def episode_rows(names: Sequence[Hashable | None]) -> EpisodeRows:
     begun = [name for name, start in zip(names, starts, strict=True) if start and name is not None]
     if len(set(begun)) < len(begun):
         again = next(name for i, name in enumerate(begun) if name in begun[:i])
-        raise BatchError(f"rows of episode {again!r} are not next to each other. Give them in their order.")
+        raise BatchError(f"rows of episode {again!r} are not consecutive. Pass them in order.")
     firsts = np.flatnonzero(starts)
     sizes = np.diff(np.append(firsts, len(names)))
     first = np.repeat(firsts, sizes)

@@ -130,7 +130,7 @@ def check_text(text: str, name: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise BatchError(f"field '{name}' holds half of a surrogate pair ({half}), which is not text.") from None
+        raise BatchError(f"field '{name}' contains half of a surrogate pair ({half}), which is not text.") from None
     return text
 
 
@@ -139,8 +139,8 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
     roles = ", ".join(str(message.get("role")) for message in messages)
     if sampled and roles != "assistant":
         raise BatchError(
-            f"field '{name}' holds {len(messages)} messages ({roles}) and no token ids; which of its "
-            "tokens the policy produced cannot be told from the text. Export the token ids too."
+            f"field '{name}' has {len(messages)} messages ({roles}) and no token ids; the text does not show which "
+            "tokens the policy produced. Export the token ids too."
         )
     for message in messages:
         content = message.get("content")
@@ -149,8 +149,8 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
         more += [{key: message[key]} for key in _BESIDE_CONTENT if sampled and message.get(key)]
         if more:
             raise BatchError(
-                f"field '{name}' holds more than text and no token ids: {excerpt(more[0])}. It would be lost when the "
-                "text is encoded. Export the token ids too."
+                f"field '{name}' contains more than text and has no token ids: {excerpt(more[0])}. This would be "
+                "lost when the text is encoded. Export the token ids too."
             )
 
 
@@ -187,7 +187,7 @@ def as_reward(value: Any, name: str) -> float:
     if not (abs(reward) <= LARGEST or reward != reward):
         raise BatchError(
             f"field '{name}' must be finite and at most {LARGEST:.4g} in size (float32), got {excerpt(value)}. "
-            "Write null where there is no reward."
+            "Write null if there is no reward."
         )
     return reward
 
@@ -200,8 +200,8 @@ def as_advantage(value: Any, name: str) -> float:
     if len(advantages) > 1:
         some = ", ".join(f"{number:g}" for number in sorted(advantages)[:3])
         raise BatchError(
-            f"field '{name}' differs between tokens ({some}), and "
-            "a trajectory has one advantage. Leave it out: --field advantage=none"
+            f"field '{name}' differs between tokens ({some}), but a trajectory has one advantage. Ignore the field: "
+            "--field advantage=none"
         )
     return advantages.pop() if advantages else math.nan
 
@@ -229,8 +229,8 @@ def as_time(value: Any, name: str) -> float:
         ) from None
     if abs(seconds) > _LAST_SECOND:
         raise BatchError(
-            f"field '{name}' must be seconds since 1970, got {excerpt(value)}, which is no date before the year 10000. "
-            "Divide it, or leave it out: --field created_at=none"
+            f"field '{name}' must be seconds since 1970, got {excerpt(value)}, which is not a date before the year "
+            "10000. Divide it, or ignore the field: --field created_at=none"
         )
     return seconds
 
@@ -239,7 +239,7 @@ def as_temperature(value: Any, name: str) -> float:
     """Return a temperature: a number, not negative; NaN where there is none."""
     heat = as_number(value, name)
     if heat < 0 or heat == math.inf:
-        raise BatchError(f"field '{name}' must be a temperature, which is not negative, got {excerpt(value)}.")
+        raise BatchError(f"field '{name}' must be a temperature of at least 0, got {excerpt(value)}.")
     return heat
 
 
@@ -390,7 +390,7 @@ def as_mask(value: Any, name: str) -> list[bool]:
     for place, item in enumerate(as_list(value, name)):
         if item not in (0, 1):
             raise BatchError(
-                f"field '{name}' must hold 0 and 1, or false and true, got {excerpt(item)} at place {place}."
+                f"field '{name}' must contain only 0 and 1, or false and true, got {excerpt(item)} at position {place}."
             )
     return [bool(item) for item in value]
 
@@ -402,8 +402,8 @@ def as_scores(value: Any, name: str) -> list[float | None]:
         score = item if type(item) is float else as_number(item, f"{name}[{place}]")
         if not (-LARGEST <= score <= ROUNDING or score != score):
             raise BatchError(
-                f"field '{name}' must hold log-probs, which are finite and not above 0, got {excerpt(item)} at place "
-                f"{place}. Write null where a token has none."
+                f"field '{name}' must contain log-probs, which are finite and at most 0, got {excerpt(item)} at "
+                f"position {place}. Write null if a token has no log-prob."
             )
         scores.append(None if score != score else score)
     return scores

@@ -108,9 +108,9 @@ class RecordedNames:
                 run, evaluation, of_run = name
                 raise BatchError(
                     f"group {of_run!r}{' of an evaluation' if evaluation else ''} of run {run!r} has another prompt "
-                    f"than row {i} of this call, so its members cannot be compared. Name each prompt's group "
-                    "differently. A training that starts from scratch needs a run of its own: "
-                    "TrajectoryRecorder(..., run_id=NAME)."
+                    f"than row {i} of this call, so its members cannot be compared. Use a different group name for "
+                    "each prompt. A training that starts from scratch needs a new run: TrajectoryRecorder(..., "
+                    "run_id=NAME)."
                 )
             group.prompt = group.prompt or prompt
         return groups

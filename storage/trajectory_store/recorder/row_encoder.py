@@ -44,8 +44,8 @@ class Encoder:
             for name in ("completion_mask", "log_probs", "ref_log_probs"):
                 if getattr(record, name) is not None:
                     raise BatchError(
-                        f"there are values per token ({name}) and no token ids of the completion. Its text may be "
-                        f"encoded as other tokens. Export the ids too, or leave the values out: --field {name}=none"
+                        f"there are values per token ({name}) but no token ids of the completion. Its text may be "
+                        f"encoded as other tokens. Export the ids too, or ignore the values: --field {name}=none"
                     )
         if prompt_ids is None:
             prompt_ids, templated = self._prompt(record)
@@ -98,9 +98,9 @@ class Encoder:
     def _need(self) -> Any:
         if self.tokenizer is None:
             raise SchemaError(
-                "the rows hold text and no token ids. Name the tokenizer of the model that will learn from them: "
-                "--tokenizer FOLDER, or TrajectoryRecorder(tokenizer=FOLDER) (a checkpoint; "
-                "`rlhf-pipeline new-model FOLDER --text FILE` makes a small one)"
+                "the rows have text but no token ids. Specify the tokenizer of the model that will learn from them: "
+                "--tokenizer FOLDER, or TrajectoryRecorder(tokenizer=FOLDER) (a checkpoint; `rlhf-pipeline "
+                "new-model FOLDER --text FILE` makes a small one)"
             )
         return self.tokenizer
 
@@ -125,8 +125,8 @@ class Encoder:
         turns = sum(a == end != b for a, b in itertools.pairwise(ids)) + 1
         if turns > 1 and end is not None:
             raise BatchError(
-                f"the completion's text has {turns} turns (the end token stands within it), and which of them an "
-                "environment said is not in the file. Export the token ids and their mask."
+                f"the text of the completion has {turns} turns (the end token occurs within it), and the file does "
+                "not record which turns came from an environment. Export the token ids and their mask."
             )
         return ids
 

@@ -70,8 +70,8 @@ def encode_prompt(
         except _template_errors() as error:
             roles = [message["role"] for message in messages_of(prompt)]
             raise SchemaError(
-                f"the chat template refuses a prompt of the messages {roles}: {error}. Change the messages (a system "
-                "message may be what it does not take), or the tokenizer's chat template."
+                f"the chat template rejects a prompt with the messages {roles}: {error}. Change the messages (the "
+                "template may not accept a system message), or the tokenizer's chat template."
             ) from error
     else:
         ids = encode_text(codec, str(prompt))
@@ -82,7 +82,7 @@ def encode_prompt(
         if not whole and ids[-1:] == end != encode_text(codec, str(prompt), add_special_tokens=False)[-1:]:
             ids = ids[:-1]
     if not ids:
-        raise BatchError(f"The prompt {prompt!r} gives no tokens. Check the prompt field of the data.")
+        raise BatchError(f"The prompt {prompt!r} has no tokens. Check the prompt field of the data.")
     return [int(i) for i in ids]
 
 
@@ -106,8 +106,8 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
             raise
         alphabet = "".join(sorted(t for t in tokenizer.get_vocab() if len(t) == 1))
         raise BatchError(
-            f"The text {text!r} has a character that the tokenizer does not know. It knows {alphabet!r}; "
-            "put the missing ones in the alphabet."
+            f"The text {text!r} has a character that is unknown to the tokenizer. Its alphabet is {alphabet!r}; add "
+            "the missing characters to it."
         ) from error
 
 
@@ -134,7 +134,7 @@ def load_tokenizer(name: str) -> Any:
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near = did_you_mean(folder.name, beside) if beside else ""
         raise TokenizerNotFoundError(
-            f"there is no tokenizer folder at {folder}.{near} Name the checkpoint folder of your model."
+            f"there is no tokenizer folder at {folder}.{near} Give the checkpoint folder of your model."
         )
     tokenizer = tokenizer_at(str(folder) if folder.exists() else name, local=folder.exists())
     if tokenizer is None:

@@ -316,7 +316,7 @@ class TrajectoryRecorder:
             return np.empty(0, np.int64)
         names, groups = sources.names, sources.groups
         if names is not None and len(set(names)) < num:
-            raise BatchError("two of the names are equal, and each must name one completion.")
+            raise BatchError("two of the names are equal, but each name must identify one completion.")
         if episodes is not None:
             episodes.share(fields)
         fields["created_at"] = [time.time()] * num
@@ -434,7 +434,7 @@ class TrajectoryRecorder:
         if unknown:
             of_run = f" of run {run!r}" if run else ""
             raise BatchError(
-                f"{self.path} holds no completion named {unknown[0][1]!r}{of_run}; `record` names them by `names`."
+                f"{self.path} holds no completion named {unknown[0][1]!r}{of_run}; `record(names=...)` sets the names."
             )
         return [self._names.rows[run, key] if isinstance(key, str) else int(key) for key in keys]
 
@@ -447,8 +447,8 @@ class TrajectoryRecorder:
         if len(inner):
             at = int(inner[0])
             raise BatchError(
-                f"{keys[at]!r} is row {position[at]} of an episode of {sizes[at]} rows. The reward of an episode is "
-                "that of its last row: give it to that one."
+                f"{keys[at]!r} is row {position[at]} of an episode of {sizes[at]} rows. Give the reward of an "
+                "episode to its last row."
             )
         return sizes.astype(np.int64)
 
@@ -467,7 +467,11 @@ class TrajectoryRecorder:
             earlier_prompts = self.store.read(earlier_row, ["input_ids", "num_prompt_tokens"])
             prompts = [ids[:end] for ids, end in zip(*earlier_prompts.values(), strict=True)]
             if not prompts or not np.array_equal(prompts[0], row):
-                _log.warning("%s: other prompts than before at step %d, so the earlier rows stay", self.path, step)
+                _log.warning(
+                    "%s: the prompts of step %d differ from the earlier ones, so the earlier rows are kept",
+                    self.path,
+                    step,
+                )
                 return base, offset
         return before, start
 
@@ -535,7 +539,7 @@ class TrajectoryRecorder:
         pending = self._pending
         if pending is None or pending[0] is not completions:
             if pending is not None:
-                _log.warning("%s: the grading of a batch was not finished, so it is not recorded", self.path)
+                _log.warning("%s: the grading of a batch did not finish, so the batch is not recorded", self.path)
             pending = self._pending = (completions, {})
         rewards = pending[1]
         rewards[index] = [math.nan if reward is None else float(reward) for reward in graded]

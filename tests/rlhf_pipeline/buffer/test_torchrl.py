@@ -392,7 +392,7 @@ def test_what_no_column_holds_cannot_be_set(make, key):
     with pytest.raises(DataError, match=r"storage\.update\(row_ids, ref_log_probs="):
         rb.set_(keys.REF_LOG_PROBS, torch.zeros(8))
     for key in (keys.LOG_PROBS, keys.GROUP_ID):
-        with pytest.raises(BatchError, match=r"cannot be updated: only one made with mutable=True can"):
+        with pytest.raises(BatchError, match=r"cannot be updated: only columns with mutable=True can"):
             rb.set_(key, torch.zeros(8))
     with pytest.raises(DataError, match="3 values for 8"):
         rb.set_("priority", torch.zeros(3))

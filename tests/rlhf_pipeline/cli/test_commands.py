@@ -172,7 +172,7 @@ def test_verify(cli: Cli, run_dir: Path):
     shown = cli("verify", run_dir)
     assert shown.code == 1
     assert "DAMAGED  store:" in shown.out
-    assert "8 trajectories cannot be trusted (ids 0, 1, 2" in shown.out
+    assert "8 trajectories are corrupted (ids 0, 1, 2" in shown.out
     assert cli("verify", run_dir / "store").code == 1
     assert cli("verify", run_dir / "store", "--accept-loss", 40).code == 1  # its commit is whole
     accepted = cli("verify", run_dir / "store", "--accept-loss")
@@ -225,7 +225,7 @@ def test_doctor_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bo
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    assert next(text for ok, text in doctor._folder(tmp_path) if not ok).startswith(f"{tmp_path} cannot lock a file")
+    assert next(text for ok, text in doctor._folder(tmp_path) if not ok).startswith(f"file locks in {tmp_path} are not")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,7 +233,7 @@ def test_doctor_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bo
 def test_doctor_read_only_folder(tmp_path: Path):
     """A folder that cannot be written is said with what to do."""
     tmp_path.chmod(0o500)
-    assert any("Choose a folder that can be written" in text for ok, text in doctor._folder(tmp_path) if not ok)
+    assert any("Choose a writable folder" in text for ok, text in doctor._folder(tmp_path) if not ok)
 
 
 def test_closed_pipe(run_dir: Path):

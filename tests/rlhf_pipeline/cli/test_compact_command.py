@@ -57,7 +57,7 @@ def test_compact(cli: Cli, run_dir: Path, pieces: Path):
     lines = shown.out.splitlines()
     assert lines[0].startswith("runs/pieces/store: 48 trajectories, ")
     assert lines[1].startswith("  segments  7 -> ")
-    assert lines[1].endswith("  (48 trajectories moved; ids and order are as before)")
+    assert lines[1].endswith("  (48 trajectories moved; ids and order are unchanged)")
     assert lines[2].startswith("  on disk   ")
     assert lines[3] == "check it:  rlhf-pipeline verify runs/pieces"
     assert cli("verify", pieces / "store").code == 0
@@ -98,7 +98,7 @@ def test_a_live_writer_is_not_disturbed(cli: Cli, pieces: Path):
         assert writer.stdout.readline() == "ready\n"
         shown = cli("compact", pieces)
         assert (shown.code, shown.out) == (2, "")
-        assert "a process writes to runs/pieces/store" in shown.err
+        assert "a process is writing to runs/pieces/store" in shown.err
         writer.kill()
     shown = cli("compact", pieces)
     assert (shown.code, shown.out.splitlines()[0][:35]) == (0, "runs/pieces/store: 49 trajectories,")
@@ -116,7 +116,7 @@ def test_a_run_or_a_recorder_is_not_disturbed(cli: Cli, pieces: Path):
     with TrajectoryRecorder("recorded"):
         shown = cli("compact", "recorded")
         assert shown.code == 2
-        assert "an import or a recorder writes to recorded" in shown.err
+        assert "an import or a recorder is writing to recorded" in shown.err
 
 
 @pytest.mark.skipif(
@@ -139,7 +139,7 @@ def test_a_run_that_can_only_be_read(pieces: Path):
             folder.chmod(0o700)
     assert refused.returncode == 2
     assert refused.stderr == (
-        f"rlhf-pipeline: {pieces}/store can only be read, so it cannot be compacted. Make a compacted copy: "
+        f"rlhf-pipeline: {pieces}/store is read-only, so it cannot be compacted. Make a compacted copy: "
         f"{sys.executable} -m rlhf_pipeline copy {pieces} --to NEW_STORE\n"  # it is not on the PATH of ENV
     )
     assert copied.returncode == 0, copied.stderr

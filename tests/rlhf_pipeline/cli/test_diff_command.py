@@ -61,7 +61,7 @@ def test_what_makes_no_difference_is_a_remark(cli: Cli, run_dir: Path, twin: Pat
     assert shown.code == 0
     assert "  pipeline.learn.keep_checkpoints  2 | 9" in shown.out
     assert "  columns only on the right: source" in shown.out
-    wanted = "the same trajectories, and the same learning; what is listed above made no difference"
+    wanted = "the same trajectories, and the same learning; the settings listed above had no effect"
     assert shown.out.splitlines()[-1].startswith(wanted)
     assert json.loads(cli("diff", run_dir, twin, "--json").out)["same"] is True
     shown = cli("diff", run_dir / "store", twin / "store")  # a store in a run is that run's
@@ -144,7 +144,7 @@ def test_damaged_ledger(cli: Cli, run_dir: Path, twin: Path):
     (twin / "metrics.jsonl").write_text("{}\n")
     shown = cli("diff", run_dir, twin)
     assert shown.code == 2
-    assert "runs/twin/metrics.jsonl:1: this line has no whole number 'step'" in shown.err
+    assert "runs/twin/metrics.jsonl:1: this line has no integer 'step'" in shown.err
 
 
 @pytest.mark.parametrize("kept", [0, 1])

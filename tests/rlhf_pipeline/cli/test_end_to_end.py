@@ -42,7 +42,7 @@ def test_run_look_resume(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     resumed = cli("run", "copy_digits", "--resume", "--steps", "6")
     assert resumed.code == 0, resumed.err
-    assert "going on after step 4" in resumed.out
+    assert "continuing after step 4" in resumed.out
     assert cli("verify", "runs/copy_digits").code == 0
 
 
@@ -74,7 +74,7 @@ def test_doctor_and_new_model(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
     checked = cli("doctor")
     assert checked.code == 0, checked.out
     assert "store: " in checked.out
-    assert "All is well" in checked.out
+    assert "No problem found" in checked.out
     (tmp_path / "text.txt").write_text("some words, again and again and again\n" * 50)
     sizes = ("--vocab-size", "300", "--hidden-size", "16", "--num-layers", "1")
     made = cli("new-model", "model", "--text", "text.txt", *sizes)
@@ -119,7 +119,7 @@ def test_supervise_stop_look_resume(cli: Cli, tmp_path: Path):
         assert shown.code == 0, shown
     code, out, err = end(start(tmp_path, "run", "runs/long_running", "--resume", "--steps", str(steps + 2)))
     assert code == 0, out + err
-    assert f"going on after step {steps}" in out
+    assert f"continuing after step {steps}" in out
     assert f"in {steps + 2} steps" in out
     assert f"rlhf-pipeline run --out runs/long_running --resume --steps {2 * (steps + 2)}" in out
     assert [row["step"] for row in StepRows(run_dir / "metrics.jsonl")] == list(range(1, steps + 3))
@@ -153,4 +153,4 @@ def test_what_cannot_start_is_said_at_once(tmp_path: Path):
         [sys.executable, "-c", code], cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False
     )
     assert shown.stdout.splitlines()[-1] == "False 2"
-    assert "cannot start. It said last: rlhf-pipeline: --device cuda:99" in shown.stderr
+    assert "cannot start. Last line of stderr: rlhf-pipeline: --device cuda:99" in shown.stderr

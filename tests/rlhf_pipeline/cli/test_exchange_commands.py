@@ -40,8 +40,8 @@ def test_import_that_leaves_all_out(cli: Cli, tmp_path: Path):
     file = tmp_path / "traces.jsonl"
     file.write_text(json.dumps({"env": {}, "task": {}, "ok": False, "traces": [{"ok": False, "nodes": []}]}) + "\n")
     shown = cli("import", file, "--into", tmp_path / "store")
-    assert "nothing new: 0 trajectories in" in shown.out
-    assert "1 left out: not the policy's" in shown.out
+    assert "nothing new: 0 trajectories are already in" in shown.out
+    assert "1 skipped: not from the policy" in shown.out
 
 
 def test_export_and_back(cli: Cli, rollouts: Path, tmp_path: Path):

@@ -52,13 +52,13 @@ def test_version(cli: Cli):
     [
         (["inspekt", "x"], "there is no command 'inspekt'. Did you mean 'inspect'?"),
         (["run", "x", "--sed", "4"], "there is no option --sed. Did you mean '--seed'?"),
-        (["run", "x", "y"], "'y' is one word too many"),
+        (["run", "x", "y"], "'y' is an unexpected argument"),
         (["run", "x", "--set", "learn.lr"], "'learn.lr' is not KEY.PATH=VALUE"),
-        (["run", "x", "--steps", "0"], "'0' is not a whole number from 1 up"),
-        (["run", "x", "--seed", "-1"], "'-1' is not a whole number from 0 up"),
+        (["run", "x", "--steps", "0"], "'0' is not a whole number of at least 1"),
+        (["run", "x", "--seed", "-1"], "'-1' is not a whole number of at least 0"),
         (["show", "x", "--id", "1", "--last", "2"], "not allowed with argument"),
         (["inspect"], "RUN|STORE"),
-        (["--sed"], "--sed is not an option here"),
+        (["--sed"], "--sed is not an option before a command"),
     ],
 )
 def test_slips(cli: Cli, argv: list[str], message: str):
@@ -66,7 +66,7 @@ def test_slips(cli: Cli, argv: list[str], message: str):
     shown = cli(*argv)
     assert shown.code == 2
     assert message in shown.err
-    assert "--help` shows what can be typed" in shown.err
+    assert "--help` shows all options" in shown.err
     assert "Traceback" not in shown.err
 
 
@@ -81,4 +81,4 @@ def test_a_collector_has_a_name_that_a_file_can_have(cli: Cli, name: str):
     """A name is part of a file's name beside those of the learner and the supervisor; what cannot be one is refused."""
     shown = cli("collect", "long_running", "--run", "runs/x", "--name", name)
     assert shown.code == 2
-    assert f"'{name}' cannot name a collector. For example: --name collector-7" in shown.err
+    assert f"'{name}' is not a valid collector name. For example: --name collector-7" in shown.err

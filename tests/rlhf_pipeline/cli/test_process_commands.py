@@ -69,7 +69,7 @@ def test_a_learner_waits_for_the_collector_that_begins_the_run(cli: Cli, capsys:
     made = requested_run(parse(["learn", "--run", "new"]))
     collector.join()
     assert (made.definition, made.seed, made.joins) == ("long_running", 3, "learn")
-    assert "new is not a run yet; waiting for a collector to begin it" in capsys.readouterr().err
+    assert "new is not a run yet; waiting for a collector to create it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["collect", "learn"])
@@ -77,7 +77,7 @@ def test_what_to_run_must_be_named_once(cli: Cli, command: str):
     """The first collector of a run says what it is; the message has an example."""
     shown = cli("collect", "--run", "new")
     assert shown.code == 2
-    assert "is not a run yet, so say what to run" in shown.err
+    assert "is not a run yet, so a definition is required" in shown.err
     assert "rlhf-pipeline collect long_running --run new" in shown.err
     made = requested_run(parse([command, "long_running", "--run", "new", "--set", "learn.lr=0.25"]))
     assert (made.definition, made.pipeline.learn.lr, made.overrides) == ("long_running", 0.25, (("learn.lr", "0.25"),))
@@ -95,11 +95,11 @@ def test_another_seed_or_folder_is_refused(cli: Cli):
 def test_runs_in_one_and_in_several_processes_do_not_mix(cli: Cli):
     """They count rollouts differently; each message says how to go on."""
     write_run(Path("alone"))
-    again = "is a run in one process. Go on with it: rlhf-pipeline run --resume --out alone"
+    again = "is a run in one process. To continue it: rlhf-pipeline run --resume --out alone"
     assert again in cli("collect", "--run", "alone").err
     assert again in cli("run", "--out", "alone", "--resume", "--collectors", 2).err
     run_of_several("many")
-    assert "is a run of several processes" in cli("run", "--out", "many", "--resume").err
+    assert "is a run with several processes" in cli("run", "--out", "many", "--resume").err
 
 
 @pytest.mark.parametrize("command", ["collect", "learn"])
@@ -130,7 +130,7 @@ def test_resume_has_as_many_collectors_as_before():
 def test_definitions_that_cannot_be_collected_for(cli: Cli):
     """A moving reference is in one process only."""
     settings = ("--set", "learn.reference_every=2", "--set", "write.kl_coef=0.1")
-    assert "Leave --collectors out" in cli("run", "long_running", "--collectors", 2, *settings).err
+    assert "Omit --collectors" in cli("run", "long_running", "--collectors", 2, *settings).err
     assert not Path("runs").exists()
 
 

@@ -125,7 +125,10 @@ def test_notices():
     show(Notice(message="saved step 20"))
     text = out.getvalue()
     assert text.count("warning: rollout") == 3
-    assert "warning: rollout 2: 1 of 8 trajectories failed (more like this go to log.txt only)\n" in text
+    assert (
+        "warning: rollout 2: 1 of 8 trajectories failed (further notices of this kind are only written to log.txt)\n"
+        in text
+    )
     assert text.count("note: saved step") == 1
 
 

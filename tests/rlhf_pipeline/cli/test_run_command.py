@@ -68,7 +68,7 @@ def test_run_folder_is_taken(cli: Cli):
     Path("runs/copy_digits-2").mkdir()
     shown = cli("run", "copy_digits")
     assert shown.code == 2
-    assert "holds a run already (12 steps, last reward 1.00)" in shown.err
+    assert "already contains a run (12 steps, last reward 1.00)" in shown.err
     assert "rlhf-pipeline run copy_digits --resume" in shown.err
     assert "--out runs/copy_digits-3" in shown.err
 
@@ -77,7 +77,7 @@ def test_other_folder_is_taken(cli: Cli):
     """A folder or file of something else is not touched."""
     Path("mine").mkdir()
     Path("mine/thesis.tex").write_text("x")
-    assert "is not a run; nothing in it is touched" in cli("run", "copy_digits", "--out", "mine").err
+    assert "is not a run; it was not changed" in cli("run", "copy_digits", "--out", "mine").err
     assert "is a file" in cli("run", "copy_digits", "--out", "mine/thesis.tex").err
 
 
@@ -88,12 +88,12 @@ def test_other_folder_is_taken(cli: Cli):
         (["copy_digits", "--set", "learn.lrr=1"], "--set learn.lrr=1: Learn has no field 'lrr'. Did you mean 'lr'?"),
         (["copy_digits", "--set", "learn.lr=abc"], 'rlhf-pipeline: --set learn.lr=abc: "abc" is not a valid float.'),
         (["copy_digits", "--device", "cudda"], "there is no such device. Did you mean 'cuda'?"),
-        (["gsm8k"], "there is no model folder at model. Make one: rlhf-pipeline new-model model --text FILE"),
+        (["gsm8k"], "there is no model folder at model. Create one: rlhf-pipeline new-model model --text FILE"),
         (["gsm8k", "--set", "policy.path=./nowhere/model"], "there is no model folder at ./nowhere/model"),
         (["gsm8k", "--set", "policy.path=owner/name"], "there is no prompt file at train.jsonl"),
         (["copy_digits", "--resume"], "there is no run to resume at runs/copy_digits"),
-        (["--resume"], "name the run to continue"),
-        ([], "name what to run, for example: rlhf-pipeline run copy_digits"),
+        (["--resume"], "give the run to continue"),
+        ([], "a definition is required, for example: rlhf-pipeline run copy_digits"),
     ],
 )
 def test_mistakes_cost_no_torch(cli: Cli, argv: list[str], message: str):
@@ -124,9 +124,9 @@ def test_all_that_is_wrong_is_said_at_once(cli: Cli):
 def test_broken_model_folder(cli: Cli):
     """A folder without config or weights is not a model."""
     Path("model").mkdir()
-    assert "holds no config.json" in cli("run", "gsm8k").err
+    assert "has no config.json" in cli("run", "gsm8k").err
     Path("model/config.json").write_text("{}")
-    assert "holds no weights" in cli("run", "gsm8k").err
+    assert "has no weights" in cli("run", "gsm8k").err
     Path("model/model.safetensors").write_bytes(b"")
     assert "there is no prompt file" in cli("run", "gsm8k").err
 
@@ -142,7 +142,10 @@ def test_broken_prompt_file(cli: Cli, tmp_path: Path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ("dict(prompts=CopyDigits(), policy=TinyPolicy(alphabet='0123'))", "characters that the model does not know"),
+        (
+            "dict(prompts=CopyDigits(), policy=TinyPolicy(alphabet='0123'))",
+            "characters that are not in the model's alphabet",
+        ),
         ("dict(reward=lambda completion, truth: 1.0)", "there is no 'truth'"),
         ("dict(prompts=object())", "prompts: object.prompt(0, 0) raised AttributeError"),
         ("dict(prompts=type('P', (), {'prompt': lambda *a: 'x'})())", "returned str; it must return a"),
@@ -204,7 +207,7 @@ def test_a_run_in_the_place_of_a_definition(cli: Cli):
     write_run(Path("runs/demo"))
     shown = cli("run", "runs/demo")
     assert shown.code == 2
-    assert "Go on with it: rlhf-pipeline run runs/demo --resume" in shown.err
+    assert "Continue it: rlhf-pipeline run runs/demo --resume" in shown.err
 
 
 def test_resume_with_another_seed(cli: Cli):
@@ -222,7 +225,7 @@ def test_resume_when_the_definition_has_moved(cli: Cli, tmp_path: Path):
     config["definition"] = str(tmp_path / "gone.py") + ":task"
     Path("runs/demo/config.json").write_text(json.dumps(config))
     shown = cli("run", "--resume", "--out", "runs/demo")
-    assert "the definition that runs/demo was started with is gone" in shown.err
+    assert "the definition of runs/demo no longer exists" in shown.err
     assert "FILE.py:function --resume --out runs/demo" in shown.err
     moved = tmp_path / "moved.py"
     moved.write_text((Path(__file__).parents[3] / "pipelines" / "copy_digits.py").read_text())

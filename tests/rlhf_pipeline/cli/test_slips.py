@@ -13,10 +13,10 @@ SLIPS = (
     ("compact runs/dmo", "Did you mean 'runs/demo'?"),
     ("compact runs", "there is no run or store at runs: the folder is not one"),
     ("compcat runs/demo", "Did you mean 'compact'?"),
-    ("config learn.lr buffer", "name one definition and one field at most"),
-    ("config learn --markdown", "a reference page has all settings"),
+    ("config learn.lr buffer", "give at most one definition and one field"),
+    ("config learn --markdown", "--markdown prints a complete page"),
     ("copy runs/dmo --to x", "Did you mean 'runs/demo'?"),
-    ("copy runs/demo --to runs/demo", "exists already. Name another with --to"),
+    ("copy runs/demo --to runs/demo", "already exists. Choose another path with --to"),
     ("copy runs/demo --to x --filter rewrad>1", "Did you mean 'reward'?"),
     ("copy runs/demo --to x --filter group<0", "none of the 48 trajectories in"),
     ("copy runs/demo --to x --backend zar", "Did you mean 'zarr'?"),
@@ -27,14 +27,17 @@ SLIPS = (
     ("diff runs/demo", "RIGHT"),
     ("export . --to x.jsonl", "run or store"),
     ("export runs/demo --to x.jsonl --filter rewrad>1", "Did you mean 'reward'?"),
-    ("export runs/demo --to rollouts.jsonl", "exists already"),
+    ("export runs/demo --to rollouts.jsonl", "already exists"),
     ("import rollouts.jsonl --into s --format verll", "Did you mean 'verl'?"),
-    ("import rollouts.jsonl --into s --format trl", "looks like --format rows"),
+    ("import rollouts.jsonl --into s --format trl", "its format appears to be --format rows"),
     ("import rollouts.jsonl --into s --field reward", "For example: --field prompt=question"),
     ("import none.jsonl --into s", "there is no file or folder at"),
     ("import rollouts.jsonl --into s --tokenzier x", "Did you mean '--tokenizer'?"),
-    ("import rollouts.jsonl --into runs/demo", "is a run, whose store is its own. Name a new folder"),
-    ("import rollouts.jsonl --into runs/demo/store", "is a run, whose store is its own. Name a new folder"),
+    ("import rollouts.jsonl --into runs/demo", "is a run; an import cannot write to its store. Choose a new folder"),
+    (
+        "import rollouts.jsonl --into runs/demo/store",
+        "is a run; an import cannot write to its store. Choose a new folder",
+    ),
     ("inspect runs/dmo", "Did you mean 'runs/demo'?"),
     ("report runs/dmo", "Did you mean 'runs/demo'?"),
     ("report runs/demo --out no/where.html", "there is no folder"),
@@ -46,7 +49,7 @@ SLIPS = (
     ("tail runs/dmo -f", "Did you mean 'runs/demo'?"),  # where it would wait otherwise
     ("tail runs/demo --filter rewrad>1", "Did you mean 'reward'?"),
     ("tail runs/demo --folow", "Did you mean '--follow'?"),
-    ("tail runs/demo -n -1", "'-1' is not a whole number from 0 up"),
+    ("tail runs/demo -n -1", "'-1' is not a whole number of at least 0"),
     ("verify runs/dmo", "Did you mean 'runs/demo'?"),
 )
 
@@ -101,7 +104,7 @@ def test_fields_of_ones_own_source_have_their_own_help(cli: Cli, run_dir: Path, 
 def test_slips_in_settings_are_named_for_what_they_are(cli: Cli, run_dir: Path):
     """Code cannot be typed; a field that does not exist is named before a folder that does."""
     shown = cli("run", "copy_digits", "--set", "reward=my_reward", "--out", run_dir)
-    assert '--set reward=my_reward: "my_reward" is text, and the field takes an object of Python' in shown.err
+    assert '--set reward=my_reward: "my_reward" is text, but the field takes a Python object' in shown.err
     shown = cli("run", "copy_digits", "--set", "learn.lrr=1", "--out", run_dir)
     assert "has no field 'lrr'" in shown.err
 
@@ -112,7 +115,7 @@ def test_a_store_inside_the_folder_is_named(cli: Cli, run_dir: Path):
     shown = cli("show", run_dir)
     assert shown.code == 2
     assert f"{run_dir / 'store'}" in shown.err
-    assert "Make one" not in shown.err
+    assert "Create one" not in shown.err
 
 
 def test_help_breaks_between_words(cli: Cli, run_dir: Path, monkeypatch: pytest.MonkeyPatch):

@@ -105,7 +105,7 @@ def test_errors_of_files_are_one_line(cli: Cli, run_dir: Path, tmp_path: Path):
     shown = cli("report", run_dir)
     assert (shown.code, shown.out) == (2, "")
     assert shown.err == (
-        "rlhf-pipeline: runs/demo/report.html cannot be written: Is a directory. Name another place: "
+        "rlhf-pipeline: runs/demo/report.html cannot be written: Is a directory. Choose another path: "
         "rlhf-pipeline report runs/demo --out FILE.html\n"
     )
     shown = cli("report", run_dir, "--out", "/proc/report.html")
@@ -127,8 +127,8 @@ def test_a_run_folder_that_cannot_be_is_said_before_torch_is_imported(cli: Cli, 
         shown = cli(*command, "/proc/x")
         assert shown.code == 2
         assert shown.err == (
-            f"rlhf-pipeline: /proc/x cannot be made: /proc: No such file or directory. Choose a folder that can be "
-            f"written: {command[-1]} OTHER_FOLDER\n"
+            f"rlhf-pipeline: /proc/x cannot be made: /proc: No such file or directory. Choose a "
+            f"writable folder: {command[-1]} OTHER_FOLDER\n"
         )
         assert "importing torch" not in shown.out
         assert "Not a directory" in cli(*command, file / "x").err
@@ -136,7 +136,7 @@ def test_a_run_folder_that_cannot_be_is_said_before_torch_is_imported(cli: Cli, 
     line = f"{COMMAND} run copy_digits --out r\u00fcn"
     shown = shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert shown.returncode == 2
-    assert shown.stderr.endswith("does not know this one. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
+    assert shown.stderr.endswith("cannot encode this name. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
 
 

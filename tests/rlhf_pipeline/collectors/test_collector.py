@@ -77,7 +77,7 @@ def test_a_batch_that_is_not_a_rollout_is_refused(tmp_path):
     """An estimator over a batch has to be told what the batch is, and a collector has rollouts."""
     with pytest.raises(DefinitionError, match="they need batch_groups"):
         MCAdvantage(4, estimator="reinforce_pp")
-    with pytest.raises(DefinitionError, match="the others take none"):
+    with pytest.raises(DefinitionError, match="the others do not use it"):
         MCAdvantage(4, batch_groups=4)
     with pytest.raises(DefinitionError, match="batch_groups=8 and a rollout 4 groups"):
         collector(tmp_path, transform=MCAdvantage(4, estimator="reinforce_pp", batch_groups=8))

@@ -154,17 +154,17 @@ def _raised(error: BaseException) -> Any:
 @pytest.mark.parametrize(
     ("how", "kind", "error"),
     [
-        (lambda: time.sleep(20), "timeout", "no answer after 0.9 s"),
-        (lambda: asyncio.sleep(20), "timeout", "no answer after 0.9 s"),
+        (lambda: time.sleep(20), "timeout", "no reply after 0.9 s"),
+        (lambda: asyncio.sleep(20), "timeout", "no reply after 0.9 s"),
         (lambda: 1 / 0, "tool_error", "ZeroDivisionError"),
         (_exit, "tool_error", "SystemExit"),
         (lambda: Step(b"bytes"), "tool_error", "the reply is bytes"),  # type: ignore[arg-type]
         (lambda: "text", "tool_error", "step returned str"),
         (lambda: Step(rewards={"reached": math.nan}), "tool_error", "must be finite"),
-        (lambda: Step("~"), "tool_error", "does not know"),
+        (lambda: Step("~"), "tool_error", "unknown to the tokenizer"),
         (lambda: Step("", done="no"), "tool_error", "done is 'no'; it must be True or False"),  # type: ignore[arg-type]
         (lambda: Step(rewards={"reached": 1e300}), "tool_error", "fit float32"),
-        (lambda: Step(rewards={"other": 1.0}), "tool_error", "none of those that the environment declares"),
+        (lambda: Step(rewards={"other": 1.0}), "tool_error", "is not declared by the environment"),
         (lambda: Step([{"role": "user", "content": [{"type": "image"}]}]), "tool_error", "a part of type 'image'"),
         (lambda: _raised(KeyboardInterrupt()), "tool_error", "KeyboardInterrupt"),
         (lambda: _raised(DefinitionError("its own")), "tool_error", "its own"),
@@ -296,7 +296,7 @@ def test_members_of_a_group_see_the_same():
             Fickle.made += 1
             return super().reset(prompt, seed) + "." * Fickle.made
 
-    with pytest.raises(DefinitionError, match="reset shows members of the group of prompt 0 different things"):
+    with pytest.raises(DefinitionError, match="reset returns different inputs for members of the group of prompt 0"):
         conversations(Fickle)
 
 
@@ -304,10 +304,10 @@ def test_members_of_a_group_see_the_same():
     ("shown", "error"),
     [
         (b"#..#", "what reset returned is bytes"),
-        ("", "reset shows nothing"),
-        (Step("#..#"), "what reset returned is Step"),
-        ("~", "does not know"),
-        ("." * 60, "has 60 tokens, and a row has 60: nothing can follow"),
+        ("", "reset returned empty text"),
+        (Step("#..#"), "reset returned a Step"),
+        ("~", "unknown to the tokenizer"),
+        ("." * 60, "has 60 tokens and a row at most 60"),
         (np.zeros(3), "what reset returned is ndarray"),
         ([{"role": "user"}, 3], "a message must be a mapping with a role"),
     ],

@@ -76,7 +76,7 @@ def test_a_folder_and_a_pattern_name_files_in_natural_order(tmp_path: Path):
         ("a.csv", b"\xff\xfeq\x00", DefinitionError, "is text in UTF-16"),
         ("a.parquet", b'{"q": 1}\n', DefinitionError, "is no such file by its content"),
         ("a.parquet", b"PAR1junk", DataError, "cannot be read as parquet"),
-        ("a.csv", b"a,b\n1,2\n1,2,3\n", DataError, r"a\.csv:3: this row has not 2 columns"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", DataError, r"a\.csv:3: this row does not have 2 columns"),
         ("a.csv", b'a,b\n"1\n1",2\n\xff,2\n', DataError, "this is not CSV in UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"q": 1}\n' * 99)[:-12], DataError, "is incomplete gzip"),
         ("a.txt", b"hello", DefinitionError, "neither the name nor the content"),
@@ -96,7 +96,7 @@ def test_missing_paths_and_splits_are_named(tmp_path: Path):
     with pytest.raises(MissingPathError, match=r"Beside it: \['near.jsonl'\]"):
         find_sources([tmp_path / "none.jsonl"])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DefinitionError, match=r"several splits. Name one: .*train"):
+    with pytest.raises(DefinitionError, match=r"several splits. Choose one: .*train"):
         find_sources([tmp_path])
 
 

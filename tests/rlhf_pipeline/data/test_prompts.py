@@ -83,7 +83,7 @@ def test_missing_and_empty_files(tmp_path):
         Prompts(path=str(tmp_path / "none.jsonl")).prompt(0, seed=0)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n", encoding="utf-8")
-    with pytest.raises(DataError, match="holds no prompts"):
+    with pytest.raises(DataError, match="has no prompts"):
         Prompts(path=str(empty)).prompt(0, seed=0)
 
 
@@ -133,22 +133,28 @@ def test_text_parts_are_joined_and_null_columns_of_messages_are_dropped():
     ("row", "message"),
     [
         ({"question": "", "answer": 1}, "row 1: field 'question': the prompt is empty"),
-        ({"question": " \n", "answer": 1}, "row 1: field 'question': the prompt is only space. .* skip=.empty"),
-        ({"question": [{"role": "user", "content": " "}], "answer": 1}, "row 1: field 'question': the prompt is only"),
+        (
+            {"question": " \n", "answer": 1},
+            "row 1: field 'question': the prompt is empty or white space. .* skip=.empty",
+        ),
+        (
+            {"question": [{"role": "user", "content": " "}], "answer": 1},
+            "row 1: field 'question': the prompt is empty or",
+        ),
         ({"question": [], "answer": 1}, "row 1: field 'question': the prompt is empty: there are no messages"),
         ({"question": None, "answer": 1}, "row 1: field 'question' must be text or a list of messages, got NoneType"),
         ({"question": ["hi"], "answer": 1}, "row 1: field 'question': message 0 must be an object"),
         ({"question": [{"content": "hi"}], "answer": 1}, "row 1: field 'question': message 0 has no role"),
         (
             {"question": [*CHAT, {"role": "assistant", "content": "2"}], "answer": 1},
-            "row 1: field 'question': the last message is the assistant's",
+            "row 1: field 'question': the last message is from the assistant",
         ),
         (
             {"question": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": 1},
             "row 1: field 'question': message 0 has content of type image; the policy reads text only",
         ),
         ({"question": "q"}, "row 1: there is no field 'answer'"),
-        ({"question": "q", "answer": "\ud800"}, "row 1: 'answer' holds half of a surrogate pair"),
+        ({"question": "q", "answer": "\ud800"}, "row 1: 'answer' contains half of a surrogate pair"),
         ({"question": "q", "answer": 1, "image": b"GIF"}, "row 1: 'image' is of type bytes, which JSON does not have"),
     ],
 )

@@ -523,7 +523,7 @@ def change_a_turn() -> None:
     assert second.ids[:shared] == first.ids[:shared]
     assert not any(second.mask[: second.num_prompt])
     assert one.edited_histories == 1
-    assert sum("in another form than it was returned" in notice for notice in process_runtime().take_notices()) == 1
+    assert sum("a changed turn of the policy" in notice for notice in process_runtime().take_notices()) == 1
 
 
 def test_what_is_no_program():

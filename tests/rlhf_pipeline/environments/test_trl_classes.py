@@ -206,11 +206,11 @@ def test_what_cannot_be_an_environment_is_named():
     class Empty:
         pass
 
-    for wrong, said in ((Empty, "neither a method `step`"), ({}, "an empty dict"), (3, "give the class itself")):
+    for wrong, said in ((Empty, "neither a method `step`"), ({}, "an empty dict"), (3, "pass the class")):
         with pytest.raises(DefinitionError, match=said):
             maker_of(wrong)
     with pytest.raises(
-        DefinitionError, match=r"'reach'.* is none of the rewards that the environment declares: reached"
+        DefinitionError, match=r"'reach'.* is not among the rewards that the environment declares: reached"
     ):
         pipeline(FrozenLake, reward=(Reward("reach"),), prompts=LakeMaps())
     assert Environments({"a": FrozenLake, "b": Increment}).rewards is None

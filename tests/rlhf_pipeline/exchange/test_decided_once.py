@@ -40,7 +40,9 @@ def test_a_prompt_that_comes_back_is_refused(tmp_path: Path, jsonl: Write, rows:
     """Without a field that names groups nobody knows whether it is one group; what the message names works."""
     prompts = [row["prompt_ids"][1] for row in rows]
     file = jsonl(rows)
-    with pytest.raises(DefinitionError, match=r"a prompt comes back after others.*--group FIELD.*--group-by prompt"):
+    with pytest.raises(
+        DefinitionError, match=r"a prompt reappears after other prompts.*--group FIELD.*--group-by prompt"
+    ):
         import_files([file], tmp_path / "store")
     assert not (tmp_path / "store").exists()
     import_files([file], tmp_path / "by_prompt", by_prompt=True)
@@ -148,7 +150,7 @@ def test_what_nobody_says_is_unknown(tmp_path: Path, jsonl: Write):
     found = columns(tmp_path / "said")
     assert (found["temperature"].tolist(), found["log_prob_mode"]) == ([0.5] * 2, ["processed"] * 2)
     assert found["policy_version"].tolist() == [0, 0]
-    with pytest.raises(DataError, match=r"'temperature' must be a temperature, which is not negative"):
+    with pytest.raises(DataError, match=r"'temperature' must be a temperature of at least 0"):
         import_files([jsonl([plain(1, 1.0, temperature=-1)])], tmp_path / "none")
 
 

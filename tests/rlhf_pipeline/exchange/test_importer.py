@@ -62,7 +62,7 @@ def test_a_torn_last_line_may_be_at_work(tmp_path: Path, jsonl: Write):
     file = jsonl(map(row, range(3)))
     whole = file.read_text()
     file.write_text(whole[:-20])
-    with pytest.raises(DataError, match=r":3: .*its writer may still be at work"):
+    with pytest.raises(DataError, match=r":3: .*its writer may still be writing it"):
         import_files([file], tmp_path / "store")
     file.write_text(whole)
     assert import_files([file], tmp_path / "store").num_imported == 1
@@ -160,7 +160,7 @@ def test_a_field_that_is_missing_later_is_named(tmp_path: Path, jsonl: Write):
 
 def test_text_needs_a_tokenizer(tmp_path: Path, jsonl: Write):
     """Without a tokenizer, text is refused with the option to type."""
-    with pytest.raises(DefinitionError, match=r":1: the rows hold text and no token ids.*--tokenizer FOLDER"):
+    with pytest.raises(DefinitionError, match=r":1: the rows have text but no token ids.*--tokenizer FOLDER"):
         import_files([jsonl([{"prompt": "a", "completion": "b", "reward": 1}])], tmp_path / "store")
 
 
@@ -172,7 +172,7 @@ def test_paths_that_are_not_what_they_must_be(tmp_path: Path, jsonl: Write):
     ):
         import_files([tmp_path / "rollout.jsonl"], tmp_path / "store")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DefinitionError, match=r"holds no \.jsonl"):
+    with pytest.raises(DefinitionError, match=r"contain no \.jsonl"):
         import_files([tmp_path / "empty"], tmp_path / "store")
     odd = tmp_path / "rollouts.txt"
     odd.write_text(json.dumps(row(0)))
@@ -219,7 +219,7 @@ def test_rows_of_a_saved_dataset(tmp_path: Path):
     report = import_files([tmp_path / "data"], tmp_path / "store")
     assert (report.num_imported, report.num_groups, report.reward_sum) == (5, 3, 2.5)
     assert import_files([tmp_path / "splits" / "train"], tmp_path / "store").num_skipped == 5  # the same rows
-    with pytest.raises(DefinitionError, match=r"several splits. Name one: .*train"):
+    with pytest.raises(DefinitionError, match=r"several splits. Choose one: .*train"):
         import_files([tmp_path / "splits"], tmp_path / "store")
 
 
@@ -227,7 +227,7 @@ def test_another_tokenizer_does_not_go_on_with_an_import(tmp_path: Path, jsonl: 
     """A store never holds one file encoded in two ways."""
     rows = [{"prompt": "a", "completion": text, "reward": 1} for text in "bc"]
     import_files([jsonl(rows[:1])], tmp_path / "store", tokenizer=chat_tokenizer)
-    with pytest.raises(DataError, match=r":1: this trajectory is stored already, encoded with another tokenizer"):
+    with pytest.raises(DataError, match=r":1: this trajectory is already stored, encoded with another tokenizer"):
         import_files([jsonl(rows)], tmp_path / "store", tokenizer=chat_tokenizer, chat_template=False)
     assert num_rows(tmp_path / "store") == 1
 

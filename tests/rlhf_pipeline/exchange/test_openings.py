@@ -61,7 +61,7 @@ def test_folders_patterns_and_archives(tmp_path: Path, jsonl: Write):
     assert not (tmp_path.parent / "evil.jsonl").exists()
     import_files([tmp_path / "out" / "**" / "a.jsonl"], tmp_path / "pattern")
     assert len(columns(tmp_path / "pattern")["input_ids"]) == 4
-    with pytest.raises(MissingPathError, match="no file fits the pattern"):
+    with pytest.raises(MissingPathError, match="no file matches the pattern"):
         import_files([tmp_path / "out" / "*.csv"], tmp_path / "none")
     (tmp_path / "cut.zip").write_bytes((tmp_path / "all.zip").read_bytes()[:99])
     with pytest.raises(DataError, match=r"cut\.zip is not a complete zip archive"):
@@ -109,7 +109,7 @@ def test_what_is_only_looked_at_is_not_asked_for(tmp_path: Path, jsonl: Write, c
         assert np.array_equal(columns(store)["task_reward"], reward, equal_nan=True)
     said = capsys.readouterr().out
     assert "several rewards, shown as their sum" in said
-    assert "verl.jsonl: of 1 text the file does not tell which words the policy sampled" in said
+    assert "verl.jsonl: of 1 text the file does not record which text the policy sampled" in said
     asked = jsonl([{"question": "a", "reply": "b"}], "other.jsonl")
     (tmp_path / "other-store").mkdir()
     with pytest.raises(DefinitionError, match=r"no field for prompt and completion.*--field prompt=NAME"):

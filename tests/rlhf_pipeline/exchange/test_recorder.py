@@ -118,7 +118,7 @@ def test_a_batch_that_is_graded_by_half_is_not_recorded(
         call(functions[:1], step=1)
         with caplog.at_level(logging.WARNING, logger="rlhf_pipeline"):
             call(functions, step=2)
-        assert "grading of a batch was not finished" in caplog.text
+        assert "grading of a batch did not finish" in caplog.text
     assert rows_of(tmp_path / "store")["policy_version"].tolist() == [2] * 4
 
 
@@ -160,7 +160,7 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
             recorder.record(**wrong, prompt_ids=[[3]], log_probs=[[-1.0]])
         for name, values in (("rewards", [math.inf]), ("log_probs", [[0.5, -1.0]]), ("advantages", [-math.inf])):
             odd: dict[str, Any] = wrong | {"prompt_ids": [[3]], name: values}
-            with pytest.raises(BatchError, match=r"field '\w+' must (be finite|hold log-probs)"):
+            with pytest.raises(BatchError, match=r"field '\w+' must (be finite|contain log-probs)"):
                 recorder.record(**odd)
         with pytest.raises(BatchError, match=r"field 'policy_version' must be a whole number, got float 1\.5"):
             recorder.record(**wrong | {"prompt_ids": [[3]], "policy_version": 1.5})  # it was stored as 1
@@ -206,13 +206,13 @@ def test_log_probs_of_another_distribution_are_not_recorded(tmp_path: Path, capl
     pytest.importorskip("transformers")
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         for settings in ({"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}):
-            with pytest.raises(SchemaError, match=r"gives log-probs as raw_logprobs.*--logprobs-mode processed_logp"):
+            with pytest.raises(SchemaError, match=r"reports log-probs as raw_logprobs.*--logprobs-mode processed_logp"):
                 recorder.attach(trainer("raw_logprobs", **settings))
             recorder.attach(trainer("processed_logprobs", **settings))
         recorder.attach(trainer("raw_logprobs", temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0))
         assert not caplog.text
         recorder.attach(trainer("", use_vllm=False, top_k=50))
-        assert "sampled with top_k=50 cannot be computed afterwards" in caplog.text
+        assert "sampled with top_k=50 cannot be computed after sampling" in caplog.text
 
 
 def test_an_import_beside_a_recorder_is_refused(tmp_path: Path, jsonl: Write):

@@ -232,7 +232,7 @@ def test_an_export_of_another_store_is_refused(tmp_path: Path):
     other = {"trajectory_id": np.arange(6), "input_ids": [[9]] * 6}
     export_store(small(tmp_path / "b", **other), tmp_path / "b.jsonl")
     import_files([tmp_path / "a.jsonl"], tmp_path / "c")
-    with pytest.raises(DataError, match=r"b\.jsonl:1: this trajectory is in .* already, with another input_ids"):
+    with pytest.raises(DataError, match=r"b\.jsonl:1: this trajectory is already in .* with another input_ids"):
         import_files([tmp_path / "b.jsonl"], tmp_path / "c")
 
 
@@ -242,7 +242,7 @@ def test_a_broken_line_of_an_export_is_named(tmp_path: Path):
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     row = json.loads(lines[4]) | {"policy_version": 1.5}
     (tmp_path / "a.jsonl").write_text("".join([*lines[:4], json.dumps(row) + "\n", lines[5]]))
-    with pytest.raises(DataError, match=r"a\.jsonl:5: column 'policy_version' does not hold int64: 1\.5 does not fit"):
+    with pytest.raises(DataError, match=r"a\.jsonl:5: column 'policy_version' is not int64: 1\.5 does not fit"):
         import_files([tmp_path / "a.jsonl"], tmp_path / "b", batch_rows=2)
     (tmp_path / "a.jsonl").write_text("".join([*lines[:4], "{", "\n", lines[5]]))
     with pytest.raises(DataError, match=r"a\.jsonl:5: this line is not JSON"):
@@ -289,7 +289,7 @@ def test_numbers_are_no_bytes(tmp_path: Path):
     export_store(tmp_path / "a", tmp_path / "a.jsonl")
     row = json.loads((tmp_path / "a.jsonl").read_text()) | {"blob": 3}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=r"column 'blob' does not hold bytes: it is neither bytes nor Base64"):
+    with pytest.raises(DataError, match=r"column 'blob' is not bytes: it is neither bytes nor Base64"):
         import_files([tmp_path / "a.jsonl"], tmp_path / "b")
 
 
@@ -327,10 +327,10 @@ def test_filters(tmp_path: Path, conditions: tuple[str, ...], wanted: list[int])
     [
         ("reward", r"is a value, not a comparison. Write for example .*'finish_reason=stop'"),
         ("rewardd>1", r"has no column 'rewardd'.*Did you mean 'reward'"),
-        ("log_probs>1", r"'log_probs' has a row of values per trajectory; compare its len"),
+        ("log_probs>1", r"'log_probs' has several values per trajectory; compare its len"),
         ("reward>high", r"'high' is not a number"),
         ("reward=>0.5", r"an operator is one of >="),
-        ("reward>'a'", r"'a' is not a number or a date"),
+        ("reward>'a'", r"'a' is compared with numbers, but is not a number or a date"),
     ],
 )
 def test_filters_that_cannot_be(tmp_path: Path, condition: str, wanted: str):
@@ -344,9 +344,9 @@ def test_an_export_of_some(tmp_path: Path):
     store = small(tmp_path / "a")
     report = export_store(store, tmp_path / "some.jsonl", filters=["reward>0.5"], columns=["input_ids", "task_reward"])
     assert (report.num_trajectories, report.num_left_out, report.columns) == (3, 3, ("input_ids", "task_reward"))
-    with pytest.raises(RunExistsError, match=r"some.jsonl exists already"):
+    with pytest.raises(RunExistsError, match=r"some.jsonl already exists"):
         export_store(store, tmp_path / "some.jsonl")
-    with pytest.raises(DefinitionError, match=r"the ending is none of"):
+    with pytest.raises(DefinitionError, match=r"the suffix is not one of"):
         export_store(store, tmp_path / "some.csv")
     (tmp_path / "sub").mkdir()
     with pytest.raises(DefinitionError):
@@ -382,9 +382,9 @@ def test_other_tools_read_the_export(tmp_path: Path):
         ("policy_version", [1.5, 2.0], "1.5 does not fit"),
         ("num_prompt_tokens", [2**40, 1], "1099511627776 does not fit"),
         ("task_reward", [1e300, 0.0], "1e.300 does not fit"),
-        ("task_reward", ["1", "2"], "it is no number"),
+        ("task_reward", ["1", "2"], "it is not a number"),
         ("input_ids", [[1.5], [2.0, 3.0]], "1.5 does not fit"),
-        ("input_ids", [[None], [2, 3]], "no list of numbers"),
+        ("input_ids", [[None], [2, 3]], "not a list of numbers"),
         ("assistant_mask", [[2], [0, 1]], "2 does not fit"),
     ],
 )
@@ -396,5 +396,5 @@ def test_a_column_of_another_type_is_no_other_number(tmp_path: Path, column: str
     table = parquet.read_table(tmp_path / "out.parquet")
     other = pyarrow.table({**{n: table[n] for n in table.schema.names if n != column}, column: pyarrow.array(values)})
     parquet.write_table(other.replace_schema_metadata(table.schema.metadata), tmp_path / "out.parquet")
-    with pytest.raises(DataError, match=f"row 0: column '{column}' does not hold .*({wanted})"):
+    with pytest.raises(DataError, match=f"row 0: column '{column}' is not .*({wanted})"):
         import_files([tmp_path / "out.parquet"], tmp_path / "b")

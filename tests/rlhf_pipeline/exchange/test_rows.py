@@ -104,7 +104,7 @@ def test_groups_of_one_are_refused(tmp_path: Path, jsonl: Write):
     rows = [{"prompt_ids": [i % 2], "completion_ids": [i], "reward": i / 4, "of": {"prompt": i % 2}} for i in range(4)]
     file = jsonl(rows)
     with pytest.raises(
-        DefinitionError, match=r":3: a prompt comes back after others.*--group FIELD.*the rows have of\)"
+        DefinitionError, match=r":3: a prompt reappears after other prompts.*--group FIELD.*the rows have of\)"
     ):
         import_files([file], tmp_path / "store")
     assert not (tmp_path / "store").exists()
@@ -139,7 +139,9 @@ def test_a_template_that_refuses_is_one_sentence(tmp_path: Path, jsonl: Write, c
     plain = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "completion": "yo", "reward": 1}
     other = plain | {"prompt": [{"role": "system", "content": "x"}, *plain["prompt"]]}
     file = jsonl([plain, plain, other])
-    with pytest.raises(DataError, match=r":3: the chat template refuses a prompt of the messages \['system', 'user'\]"):
+    with pytest.raises(
+        DataError, match=r":3: the chat template rejects a prompt with the messages \['system', 'user'\]"
+    ):
         import_files([file], tmp_path / "store", tokenizer=chat_tokenizer)
     report = import_files([file], tmp_path / "store", tokenizer=chat_tokenizer, skip_bad=1)
     assert (report.num_skipped, len(report.files[0].bad)) == (2, 1)
@@ -190,7 +192,7 @@ def test_trl_tables_of_one_generation(tmp_path: Path, chat_tokenizer: Any):
         trl_table(folder, step, generation=0)
     first = import_files([folder], store, tokenizer=chat_tokenizer)
     assert [(file.num_imported, file.num_left_out) for file in first.files] == [(4, 0), (0, 4), (0, 4)]
-    assert first.files[2].about == "the rows of completions_00002.parquet again, left out"
+    assert first.files[2].about == "the rows of completions_00002.parquet again, skipped"
     assert rows_of(store)["policy_version"].tolist() == [0] * 4
     for step in (4, 5, 6):
         trl_table(folder, step, generation=step // 6)  # step 6 learns from another generation
@@ -236,7 +238,7 @@ def test_messages_that_are_more_than_text(tmp_path: Path, jsonl: Write, tokenize
     """What encoded text would lose of a message is refused; with token ids the text is for people only."""
     row = {"prompt": "1+1=", "completion": "2", "reward": 1} | change
     with pytest.raises(
-        DataError, match=r":1: field '(prompt|completion)' holds .* and no token ids.* Export the token"
+        DataError, match=r":1: field '(prompt|completion)' (has|contains) .* no token ids.* Export the token"
     ):
         import_files([jsonl([row])], tmp_path / "store", tokenizer=tokenizer)
     ids = {"prompt_ids": [7], "completion_ids": [8]}
@@ -272,7 +274,7 @@ def test_tinker_samples_and_summaries(tmp_path: Path, jsonl: Write):
     assert same(rows["log_probs"][2], [NAN, NAN, -0.5, -0.5])
     assert rows["policy_version"].tolist() == [4, 4, 4]
     assert rows["created_at"].tolist() == [12.5] * 3
-    with pytest.raises(DefinitionError, match=r"rewards and no tokens.*sample\.jsonl"):
+    with pytest.raises(DefinitionError, match=r"rewards but no tokens.*sample\.jsonl"):
         import_files([rewards], tmp_path / "none")
 
 
@@ -370,20 +372,23 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"reward": 1e39}, r":2: field 'reward' must be finite and at most 3.403e\+38"),
         ({"reward": 10**400}, r":2: field 'reward' must be a number of reasonable size, got int 1000"),
         ({"advantage": -math.inf}, r":2: field 'advantage' must be finite"),
-        ({"completion_mask": ["0", "1"]}, r":2: field 'completion_mask' must hold 0 and 1, .*got str '0' at place 0"),
+        (
+            {"completion_mask": ["0", "1"]},
+            r":2: field 'completion_mask' must contain only 0 and 1, .*got str '0' at position 0",
+        ),
         (
             {"log_probs": [-0.5, 5.0]},
-            r":2: field 'log_probs' must hold log-probs.*not above 0, got float 5.0 at place 1",
+            r":2: field 'log_probs' must contain log-probs.*at most 0, got float 5.0 at position 1",
         ),
-        ({"log_probs": [-math.inf, 0]}, r":2: field 'log_probs' must hold log-probs.*got float -inf at place 0"),
+        ({"log_probs": [-math.inf, 0]}, r":2: field 'log_probs' must contain log-probs.*got float -inf at position 0"),
         (
             {"policy_version": 2**63},
             r":2: field 'policy_version' must be a whole number of at most 9223372036854775807",
         ),
-        ({"completion": "\ud800"}, r":2: field 'completion' holds half of a surrogate pair \(\\ud800\)"),
-        ({"prompt": [{"role": "user", "content": "\udfff"}]}, r":2: field 'prompt' holds half of a surrogate pair"),
-        ({"note": ["\ud800"]}, r":2: field 'note' holds half of a surrogate pair"),
-        ({"answer": "\ud800"}, r":2: field 'answer' holds half of a surrogate pair"),
+        ({"completion": "\ud800"}, r":2: field 'completion' contains half of a surrogate pair \(\\ud800\)"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, r":2: field 'prompt' contains half of a surrogate pair"),
+        ({"note": ["\ud800"]}, r":2: field 'note' contains half of a surrogate pair"),
+        ({"answer": "\ud800"}, r":2: field 'answer' contains half of a surrogate pair"),
         ({"finish_reason": ["stop"]}, r":2: field 'finish_reason' must be text, got list \['stop'\]"),
         (
             {"created_at": 1_700_000_000_000},

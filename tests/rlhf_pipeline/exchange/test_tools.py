@@ -379,7 +379,7 @@ def test_files_of_torch_that_hold_objects_are_not_loaded(tmp_path: Path):
     with pytest.raises(DataError, match=r"a\.pt cannot be read as tensors and plain values"):
         import_files([tmp_path / "a.pt"], tmp_path / "store")
     torch.save({"weights": torch.zeros(2)}, tmp_path / "b.pt")
-    with pytest.raises(DataError, match=r"b\.pt has no list under 'samples'"):
+    with pytest.raises(DataError, match=r"b\.pt has no list 'samples'"):
         import_files([tmp_path / "b.pt"], tmp_path / "store")
 
 

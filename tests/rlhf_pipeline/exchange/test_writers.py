@@ -280,7 +280,10 @@ def test_any_wrong_field_is_a_sentence(tmp_path: Path, jsonl: Write, chat_tokeni
         return
     counted = report.num_imported + report.num_skipped + report.files[0].num_left_out + len(report.files[0].bad)
     assert counted == 1 + len(rows)
-    assert any("is not as the writer of" in bad for bad in report.files[0].bad) or tool in ("slime", "open-instruct")
+    assert any("this row differs from the format of" in bad for bad in report.files[0].bad) or tool in (
+        "slime",
+        "open-instruct",
+    )
 
 
 def test_evaluations_are_said_by_the_command(
@@ -294,5 +297,5 @@ def test_evaluations_are_said_by_the_command(
     jsonl(rewards, "r.jsonl")
     assert main(["import", "sample.jsonl", "r.jsonl", "--into", "store"]) == 0
     said = capsys.readouterr()
-    assert "2 trajectories of evaluations, which are marked" in said.out + said.err
+    assert "2 trajectories from evaluations, which are marked" in said.out + said.err
     assert "NOTICE" not in said.out + said.err

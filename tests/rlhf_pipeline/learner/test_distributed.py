@@ -277,7 +277,7 @@ def test_what_does_not_go_with_shards_is_refused():
     shards = object.__new__(Shards)
     shards.check(Learn())
     for options in ({"layout": "packed"}, {"offload_optimizer": True}, {"reference_every": 2}):
-        with pytest.raises(DefinitionError, match="does not go with several processes"):
+        with pytest.raises(DefinitionError, match="does not support several processes"):
             shards.check(Learn(**options))
 
 

@@ -88,7 +88,7 @@ def test_stale_trajectories_are_not_used(make_learner):
     learner.buffer.extend(lazy_stack(fresh))
     learner.step(2)
     assert len(learner.ledger.rows[0]["row_ids"]) == 2
-    with pytest.raises(DataError, match=r"the store holds 4\. Collect first, or raise buffer\.max_staleness"):
+    with pytest.raises(DataError, match=r"the store has 4\. Collect first, or raise buffer\.max_staleness"):
         learner.step(9)
 
 
@@ -529,7 +529,7 @@ def test_an_advantage_per_token_is_refused_before_a_step(make_learner, tmp_path)
     like, other = make_learner(4096), [c for c in trajectory_schema() if c.name != "advantage"]
     schema = Schema([*other, Column("advantage", "float32", ragged=True, fill=float("nan"))])
     buffer = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "ragged", schema=schema))
-    with pytest.raises(DefinitionError, match="has an advantage per token, and a learner takes one per trajectory"):
+    with pytest.raises(DefinitionError, match="has an advantage per token, but a learner needs one per trajectory"):
         Learner(
             policy=like.policy,
             loss=like.loss,

@@ -113,7 +113,7 @@ def test_moments_of_another_optimizer_are_refused():
     train(model, optimizer, range(1))
     tensors = optimizer_tensors(optimizer)
     renamed = {key.replace("exp_avg_sq", "state2"): value for key, value in tensors.items()}
-    with pytest.raises(DataError, match=r"saved under another learn\.optimizer"):
+    with pytest.raises(DataError, match=r"saved with another learn\.optimizer"):
         load_optimizer(optimizer, renamed)
 
 
@@ -221,5 +221,5 @@ def test_the_learning_rate_rises_and_falls(schedule, rates):
     assert [longer.learning_rate(step) for step in range(1, 7)] == pytest.approx(rates, abs=1e-6)
     assert longer.learning_rate(50) == (1.0 if schedule == "constant" else 0.0)
     if schedule != "constant":
-        with pytest.raises(DefinitionError, match="Set lr_decay_steps above"):
+        with pytest.raises(DefinitionError, match="Set lr_decay_steps to a larger"):
             Learn(lr_schedule=schedule, warmup_steps=9, lr_decay_steps=5)

@@ -111,7 +111,7 @@ def test_the_guard_weighs_ages_apart(make_learner):
     found = learner.step(4)
     (notice,) = learner.take_notices()
     assert "step 4: Age 2: the effective sample size of 8 trajectories is" in notice
-    assert "they are left out" in notice
+    assert "they are excluded" in notice
     assert found["ess_weight"] == pytest.approx(12 / 20)
     assert any(not torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
 
@@ -127,7 +127,7 @@ def test_a_batch_of_nothing_but_stale_noise_changes_nothing(make_learner):
     before = [parameter.clone() for parameter in learner.policy.parameters()]
     found = learner.step(56)
     assert (found["ess_weight"], found["num_trajectories"]) == (0.0, 4)
-    assert "they are left out" in learner.take_notices()[0]
+    assert "they are excluded" in learner.take_notices()[0]
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
 
 
@@ -174,7 +174,9 @@ def test_a_choice_that_makes_no_sense_is_refused(fields, message):
 
 def test_fresh_takes_the_whole_rollout():
     """A batch size beside it would be ignored, so it is refused."""
-    with pytest.raises(DefinitionError, match=r"whole or in learn\.minibatches parts: no sample\.batch_size"):
+    with pytest.raises(
+        DefinitionError, match=r"or learn\.minibatches parts of it, so sample\.batch_size cannot be set"
+    ):
         replaying(batch_size=8)
 
 

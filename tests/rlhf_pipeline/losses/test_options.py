@@ -95,7 +95,7 @@ def test_masking_strategies(tiny):
     del td["num_prompt_tokens"]
     assert GRPOLoss(policy, masking_strategy="sft")(td).num_tokens.item() == total
     del td[MASK]
-    with pytest.raises(DataError, match="tell the response from the prompt"):
+    with pytest.raises(DataError, match="separate the response from the prompt"):
         GRPOLoss(policy, masking_strategy="sft")(td)
     with pytest.raises(DataError, match="pass 'sft'"):
         GRPOLoss(policy)(td)

@@ -79,7 +79,7 @@ def test_arguments_reach_the_template_and_its_refusal_is_one_sentence() -> None:
     )
     plain, thinking = (encode_prompt(tokenizer, "1", template=how) for how in (None, {"enable_thinking": True}))
     assert plain == [*thinking, tokenizer.encode("=")[0]]
-    with pytest.raises(DefinitionError, match=r"refuses a prompt of the messages \['system'\]: System role not supp"):
+    with pytest.raises(DefinitionError, match=r"rejects a prompt with the messages \['system'\]: System role not supp"):
         encode_prompt(tokenizer, [{"role": "system", "content": "1"}])
 
 
@@ -240,9 +240,11 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DefinitionError, match="no tokenizer"):
         decode_completion(None, [1])
     tokenizer = scratch_policy("01=").tokenizer
-    with pytest.raises(DataError, match="gives no tokens"):
+    with pytest.raises(DataError, match="has no tokens"):
         encode_prompt(tokenizer, "")
-    with pytest.raises(DataError, match=r"'1a' has a character that the tokenizer does not know\. It knows '01='"):
+    with pytest.raises(
+        DataError, match=r"'1a' has a character that is unknown to the tokenizer\. Its alphabet is '01='"
+    ):
         encode_prompt(tokenizer, "1a")
 
 

@@ -231,7 +231,7 @@ def test_generation_is_untouched_by_the_layout(make_model):
 def test_attention_that_cannot_be_replaced_falls_back_with_a_message(make_model):
     """StableLM computes attention itself; its rows are padded and the log-probs are right."""
     policy = compared_with_padded_rows(make_model("stablelm"), "packed", groups())
-    assert "its attention is its own" in policy.layout_notices()[0]
+    assert "its attention is custom" in policy.layout_notices()[0]
     assert policy.layout_notices() == []
 
 
@@ -275,7 +275,7 @@ def test_a_layer_that_differs_in_packed_rows_is_found_by_the_first_batch(make_mo
     policy = compared_with_padded_rows(model, "packed", groups())
     notice = policy.layout_notices()[0]
     assert "log-probs differ from padded rows" in notice
-    assert "padded from now on" in notice
+    assert "padded from this step on" in notice
     assert policy.scoring_layout == "packed"
 
 

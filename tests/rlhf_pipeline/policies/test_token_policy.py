@@ -291,7 +291,7 @@ def test_dtype_and_device_are_applied(make_model: Make, tmp_path: Path) -> None:
     assert TokenPolicy.from_pretrained(tmp_path / "model").head_weight.dtype == torch.bfloat16
     wide = TokenPolicy.from_pretrained(tmp_path / "model", dtype="float32", device="cpu")
     assert wide.head_weight.dtype == torch.float32
-    with pytest.raises(DefinitionError, match="'float31' is no dtype"):
+    with pytest.raises(DefinitionError, match="'float31' is not a dtype"):
         TokenPolicy.from_pretrained(tmp_path / "model", dtype="float31")
 
 
@@ -394,7 +394,7 @@ def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.lm_head = torch.ao.nn.quantized.dynamic.Linear(32, 97)
-    with pytest.raises(DefinitionError, match=r"its head is quantized \(torch\.ao\.nn.*leave the head out of it"):
+    with pytest.raises(DefinitionError, match=r"its head is quantized \(torch\.ao\.nn.*exclude the head from it"):
         TokenPolicy(model)
     model = make_model()
     model.lm_head = nn.Sequential(model.lm_head)
@@ -576,7 +576,7 @@ def test_adapters_that_do_not_fit_are_named_with_what_to_do(make_model: Make, ki
     peft = pytest.importorskip("peft")
     if kind == "virtual tokens":
         config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-        message = r"its adapter 'default' \(PromptTuningConfig\) puts virtual tokens"
+        message = r"its adapter 'default' \(PromptTuningConfig\) adds virtual tokens"
     else:
         config = peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
         message = r"its head has an adapter \(peft\..*merge_and_unload"

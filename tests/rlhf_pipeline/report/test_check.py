@@ -96,7 +96,7 @@ def test_torn_line_is_told_and_no_damage(run_dir: Path):
     file.write_bytes(file.read_bytes() + b'{"step": 13, "row')
     findings = list(check_run(RunFolder.open(run_dir)))
     assert all(finding.ok for finding in findings)
-    assert any("last line is torn" in finding.text for finding in findings)
+    assert any("last line is incomplete" in finding.text for finding in findings)
 
 
 def test_damaged_line(run_dir: Path):
@@ -132,19 +132,19 @@ def test_conversations_that_drifted_are_named(tmp_path):
     assert conversations(tmp_path / "good") == []
     for number, (changed, wanted) in enumerate(
         (
-            ({"turn_spans": [[[2, 1], [4, 0]], [[2, 1]], [[6, 1]]]}, "id 0: token 3 is one of a turn of the policy"),
+            ({"turn_spans": [[[2, 1], [4, 0]], [[2, 1]], [[6, 1]]]}, "id 0: token 3 belongs to a turn of the policy"),
             ({"turn_spans": [[[2, 1], [3, 0], [4, 1]], [[1, 1]], [[6, 1]]]}, "id 1: its turns begin at [1]"),
-            ({"log_probs": [[-1.0] * 5, [math.nan] * 4, [math.nan] * 7]}, "id 0: token 0 was not sampled and has"),
+            ({"log_probs": [[-1.0] * 5, [math.nan] * 4, [math.nan] * 7]}, "id 0: token 0 was not sampled but has"),
             (
                 {"input_ids": [[5, 6, 7, 8, 9], [5, 5, 7, 9], [5, 6, 7, 8, 9, 4, 3]]},
                 "id 1: its prompt has other tokens",
             ),
             (
                 {"input_ids": [[5, 6, 7, 8, 9], [5, 6, 7, 9], [5, 6, 7, 3, 9, 4, 3]]},
-                "id 2: it continues trajectory 8, and token 3 is another",
+                "id 2: it continues trajectory 8, but token 3 differs",
             ),
         )
     ):
         (text,) = conversations(tmp_path / str(number), **changed)
-        assert text.startswith("1 conversation drifted from what was sampled (")
+        assert text.startswith("1 conversation with tokens that differ from the sampled tokens (")
         assert wanted in text

@@ -34,7 +34,7 @@ def test_no_runs_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("text", "pattern"),
     [
         ("{", "is not JSON"),
-        ("[]", "names no 'definition'"),
+        ("[]", "has no 'definition'"),
         (json.dumps({"format": 2, "definition": "x"}), "has format 2; this version of rlhf-pipeline reads format 1"),
     ],
 )
@@ -54,7 +54,7 @@ def test_run_or_store(run_dir: Path):
     assert inner is not None
     (run_dir / "store").rename(run_dir.parent / "alone")
     assert open_run_or_store(run_dir.parent / "alone")[0] is None
-    with pytest.raises(MissingPathError, match=r"the store of the run .* is gone.*Restore it from a copy.*verify"):
+    with pytest.raises(MissingPathError, match=r"the store of the run .* is missing.*Restore it from a copy.*verify"):
         open_run_or_store(run_dir)
     for name in ("metrics.jsonl", "ledger.jsonl"):
         (run_dir / name).unlink()

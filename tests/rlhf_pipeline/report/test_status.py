@@ -74,7 +74,7 @@ def test_a_run_that_stopped(run_dir: Path):
     assert found["alarms"][0] == {
         "name": "stopped",
         "severity": "page",
-        "text": f"nothing runs, and it stopped after step 12 of 300. Continue: {resume}",
+        "text": f"no process is running; the run stopped after step 12 of 300. Continue: {resume}",
         "process": None,
         "window_s": None,
         "window_steps": None,
@@ -118,8 +118,8 @@ def test_processes_that_wait_hang_or_are_gone(run_dir: Path):
     assert (found["state"], found["since"], found["seen"]) == ("running", NOW - 600, NOW - 1)
     assert found["waits_for"] == ["learner: waiting for a rollout"]
     assert [alarm["text"] for alarm in found["alarms"][:3]] == [
-        "collector-0 has not reported for 300 s (it was: collecting)",
-        "collector-1 is not running (it was: collecting)",
+        "collector-0 has not reported for 300 s (its last state: collecting)",
+        "collector-1 is not running (its last state: collecting)",
         "collector-2 failed: every reward call",
     ]
 
@@ -163,7 +163,7 @@ def test_a_run_of_one_process_that_is_frozen_or_stands_still(run_dir: Path):
     timed(run_dir, 60.0)
     says(run_dir, "run", "running", 40.0)
     with process_lock(run_dir / "processes", "run"):
-        assert texts(run_dir) == ["run has not reported for 40 s (it was: running)"]
+        assert texts(run_dir) == ["run has not reported for 40 s (its last state: running)"]
         says(run_dir, "run", "running", -899.0)
         assert texts(run_dir, NOW + 599) == []
         (alarm,) = texts(run_dir, NOW + 900)
@@ -205,7 +205,7 @@ def test_a_liveness_probe_reads_this_machine_alone(tmp_path: Path, monkeypatch: 
         (folder / "processes").mkdir()
         (folder / "processes" / "learner.json").write_text(json.dumps({"state": "x", "time": time.time() - age}))
     assert main(check) == 1
-    assert capsys.readouterr().out == "page: learner is not running (it was: x)\n"
+    assert capsys.readouterr().out == "page: learner is not running (its last state: x)\n"
     with process_lock(copy / "processes", "learner"):
         assert main(check) == 1
         assert "learner has not reported for 60 s" in capsys.readouterr().out

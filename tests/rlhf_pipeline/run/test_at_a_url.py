@@ -65,11 +65,11 @@ def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path, s
     said("run", *PIPELINE, "--steps", "6", "--out", url)
     assert "-> 1 " in said("compact", url)
     assert "is whole" in said("verify", url)
-    assert "4 steps came out as recorded, bit for bit" in said("replay", url, "--from-step", "3")
+    assert "4 steps equal to the record, bit for bit" in said("replay", url, "--from-step", "3")
     for out in (str(tmp_path / "again"), f"{url}-again"):
         assert "equal, byte for byte" in said("replay", url, "--out", out)
         assert "is whole" in said("verify", out)
-    assert "going on after step 6" in said("replay", "--resume", "--out", f"{url}-again", "--steps", "6")
+    assert "continuing after step 6" in said("replay", "--resume", "--out", f"{url}-again", "--steps", "6")
 
 
 def test_a_run_that_was_killed_goes_on(url: str, children: Children, said: Command):
@@ -80,7 +80,7 @@ def test_a_run_that_was_killed_goes_on(url: str, children: Children, said: Comma
     assert f"has a run already: process {first.pid}" in said("run", "--resume", "--out", url, code=2)
     first.kill()
     steps = len(RunFolder(url).metrics)
-    assert "going on after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))
+    assert "continuing after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))
     assert "is whole" in said("verify", url)
 
 

@@ -63,7 +63,7 @@ def test_a_completion_continues_its_prefix(chat: Pipeline, tmp_path: Path):
             torch.testing.assert_close(torch.tensor(rows["log_probs"][at][start:]), scored, atol=1e-5, rtol=0)
     with TrajectoryStore.open(next((tmp_path / "run" / "evaluations").rglob("zarr.json")).parent) as store:
         assert all(text.startswith("<think>") for text in store.read(store.ids(), ["completion"])["completion"])
-    with pytest.raises(DefinitionError, match="an environment's conversation has several answers"):
+    with pytest.raises(DefinitionError, match="the conversations of an environment have several turns"):
         dataclasses.replace(asked, environment=Calculator)
 
 
@@ -89,5 +89,5 @@ def test_a_prefix_needs_room(chat: Pipeline, tmp_path: Path):
     policy = TokenPolicy.from_pretrained(tmp_path / "model")
     room = policy.max_positions
     assert room is not None
-    with pytest.raises(DataError, match="nothing can follow it"):
+    with pytest.raises(DataError, match="no completion fits"):
         run(changed(chat, collect__prefill="so " * room), run_dir=tmp_path / "run")

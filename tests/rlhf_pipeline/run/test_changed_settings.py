@@ -249,7 +249,8 @@ def test_a_flaky_judge_gets_retries_when_the_run_goes_on(tmp_path):
     assert [row["num_failed"] for row in RunFolder(tmp_path).metrics] == [4, 4, 0, 0]
     notices = [event.message for event in events if isinstance(event, Notice) and event.message.startswith("collect.")]
     assert notices == [
-        "collect.retries was 0, is 3: calls and conversations that fail from here on are tried again that often.",
+        "collect.retries was 0, is 3: calls and conversations that fail from here on are retried at most that many "
+        "times.",
         "collect.reward_timeout_s was 300.0, is 60.0: reward calls from here on fail after that time.",
     ]
 
@@ -408,7 +409,7 @@ def test_every_refused_field_may_differ_in_a_branch_and_acts(finished, tmp_path)
             without.add(path)
             continue
         if not carries_over(path):
-            with pytest.raises(RunMismatchError, match="holds a model and an optimizer"):
+            with pytest.raises(RunMismatchError, match="has a model and an optimizer"):
                 branched(finished, pipeline, tmp_path / f"refused-{path}")
             continue
         found = branched(finished, pipeline, tmp_path / path)

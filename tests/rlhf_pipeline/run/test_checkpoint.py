@@ -67,13 +67,13 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: flip(path / "value"), "value has other bytes"),
-        (lambda path: flip(path / "state.json"), "state.json has other bytes"),
+        (lambda path: flip(path / "value"), "bytes of value differ"),
+        (lambda path: flip(path / "state.json"), "bytes of state.json differ"),
         (lambda path: (path / "value").write_text(""), "value has 0 bytes, and had 1"),
         (lambda path: (path / "value").unlink(), "it has no value"),
-        (lambda path: (path / "files.json").unlink(), "never finished"),
+        (lambda path: (path / "files.json").unlink(), "never completed"),
         (lambda path: (path / "files.json").write_text('{"files": 3}'), "files.json is damaged"),
-        (lambda path: [file.unlink() for file in path.iterdir()], "never finished"),
+        (lambda path: [file.unlink() for file in path.iterdir()], "never completed"),
     ],
     ids=["flip", "flip-state", "cut", "missing", "unsealed", "manifest", "empty"],
 )
@@ -86,8 +86,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, damage, sa
     (message,) = messages
     assert "step-00000005" in message
     assert said in message
-    assert "goes on from step-00000003" in message
-    with pytest.raises(DataError, match=r"is damaged.* The one before it is step-00000003;"):
+    assert "continues from step-00000003" in message
+    with pytest.raises(DataError, match=r"is damaged.* The previous one is step-00000003;"):
         load_checkpoint(bad, Counter())
 
 

@@ -271,7 +271,7 @@ def test_a_stop_after_every_batch_changes_nothing(tmp_path, monkeypatch):
         gathered(pipeline, tmp_path / "stopped", stop_often=True) as stopped,
     ):
         assert 0 < len(straight) < sum(groups)
-        assert str(diff(straight, stopped)) == "The stores hold the same rows."
+        assert str(diff(straight, stopped)) == "The stores contain the same rows."
 
 
 def test_the_choice_is_written_down(tmp_path):
@@ -299,7 +299,7 @@ def test_a_source_that_lost_a_chosen_trajectory_is_named(tmp_path):
     with TrajectoryStore.create(tmp_path / "own", gather_schema(choice)) as own:
         choice.row[0] = 10**6
         gatherer = Gatherer(pipeline, policy, choice, own, limits=LIMITS, on_event=ignore_events)
-        with pytest.raises(DataError, match="has lost trajectories that this run was started with"):
+        with pytest.raises(DataError, match="has lost trajectories that this run had selected"):
             gatherer.run(lambda: False)
 
 
@@ -325,7 +325,7 @@ def test_a_policy_that_cannot_read_the_store_is_refused_before_anything_is_made(
     """Token ids beyond its vocabulary, trajectories beyond its positions; the message says what to type."""
     source = make_store(tmp_path / "source", vocabulary=40)
     replay = Replay(stores=(str(source),))
-    with pytest.raises(DataError, match=r"holds the token id \d+, and the policy knows 13 tokens"):
+    with pytest.raises(DataError, match=r"contains the token id \d+, but the policy has 13 tokens"):
         choose(replay, LIMITS)
     with pytest.raises(DataError, match=r"--filter 'num_tokens<=5'"):
         choose(replay, Limits(vocabulary=40, positions=5))

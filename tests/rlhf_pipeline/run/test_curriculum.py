@@ -115,7 +115,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path):
         ("collect__dynamic", "2"),
         ("buffer__max_trajectories", "64"),
     ):
-        with pytest.raises(DefinitionError, match="each leave groups out of the store"):
+        with pytest.raises(DefinitionError, match="each remove groups from the store"):
             changed(followed(), **{path: value})
     with pytest.raises(DefinitionError, match="Collect in one process"):
         Run(pipeline=followed(), run_dir=tmp_path / "run", joins="learn").checked()

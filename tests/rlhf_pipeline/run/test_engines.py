@@ -176,7 +176,7 @@ def test_a_server_that_goes_loses_nothing(server: FakeVLLM, tmp_path: Path, monk
         if getattr(event, "step", 0) == 3:
             server.broken = [503] * 10_000
 
-    with pytest.raises(EngineError, match=rf"{server.address} has been out of reach for 0\.3 s.*--resume"):
+    with pytest.raises(EngineError, match=rf"{server.address} has been unreachable for 0\.3 s.*--resume"):
         run(digits(server.address, 6), run_dir=tmp_path / "run", on_event=cut)
     check_store(tmp_path / "run", 3)
     with FakeVLLM(tmp_path / "model").serving() as other:
@@ -246,5 +246,5 @@ def test_what_is_no_engine_is_refused_at_once(engine: str):
 def test_adapters_alone_do_not_reach_an_engine_elsewhere():
     """LoRA is refused with every engine but the slots."""
     pipeline = digits("http://127.0.0.1:8000", 1)
-    with pytest.raises(DefinitionError, match="takes no adapters alone"):
+    with pytest.raises(DefinitionError, match="loads complete models, not adapters"):
         override(pipeline, "policy.lora_rank", "4")

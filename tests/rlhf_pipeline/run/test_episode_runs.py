@@ -144,7 +144,7 @@ def test_a_copy_keeps_episodes_and_verify_misses_rows(finished, tmp_path):
         copy_rows(opened, tmp_path / "part", first)
     several = int((source["episode_size"][source["episode_row"] == 0] > 1).sum())
     problems = [finding.text for finding in check_store(tmp_path / "part") if not finding.ok]
-    assert "and the row beside it is missing" in problems[0]
+    assert "but the adjacent row is missing" in problems[0]
     assert problems[0].startswith(f"{several} conversation")
 
 

@@ -125,7 +125,7 @@ def test_prompts_that_are_learned_from_are_refused(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     train, test = (Prompts(path=str(tmp_path / f"{name}.jsonl")) for name in ("train", "test"))
     shared = dataclasses.replace(tiny(), prompts=train, evaluate=dataclasses.replace(HELD_OUT, prompts=test))
-    with pytest.raises(DefinitionError, match="has 1 prompts that the run learns from, the first is '2='"):
+    with pytest.raises(DefinitionError, match="has 1 prompts that the run learns from; the first is '2='"):
         Run(pipeline=shared, run_dir=tmp_path / "run").checked()
     with pytest.raises(DefinitionError, match="it needs prompts that the run does not learn from"):
         dataclasses.replace(tiny(), evaluate=Evaluate())
@@ -151,10 +151,12 @@ def test_a_resume_says_that_evaluations_are_others(tmp_path):
     assert not said
     said, done = resumed(of(range(200, 203), 6))
     assert f"{file} (evaluate.prompts.path) has changed since the run was last started: it has " in said
-    assert "they are stored apart, and the best checkpoint is chosen among them alone." in said
+    assert "they are stored separately, and the best checkpoint is selected only from them." in said
     assert [(event.step, event.best) for event in done] == [(6, True)]
     said, done = resumed(of(range(200, 203), 8, group_size=2))
-    assert "evaluate.group_size was 4, is 2: evaluations from step 7 on are others; they are stored apart" in said
+    assert (
+        "evaluate.group_size was 4, is 2: evaluations from step 7 on are different; they are stored separately" in said
+    )
     assert [(event.step, event.best) for event in done] == [(8, True)]
     assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 3
 
@@ -254,7 +256,7 @@ def test_a_changed_grader_is_reported_and_the_best_checkpoint_selected_from_ther
     assert notices == []
     (notice,), done = go_on(-1.0, 6)
     assert "Score has been edited since the run was last started (attribute weight was 2.0, is -1.0)" in notice
-    assert "evaluations from here on are by the new one; they are stored apart" in notice
+    assert "evaluations from here on use the new one; they are stored separately" in notice
     assert [(event.step, event.best) for event in done] == [(6, True)]  # though every earlier mean is higher
     assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 2
     notices, done = go_on(-1.0, 8)
@@ -308,14 +310,14 @@ def test_a_run_recorded_by_text_is_compared_by_text(tmp_path):
 
 def test_the_figure_for_the_best_weights_must_exist(tmp_path):
     """pass@k of more completions than a group has, and a misspelt name: refused at once or by the first evaluation."""
-    with pytest.raises(DefinitionError, match=r"best is 'pass@8', and a group has 4 completions.*best='pass@4'"):
+    with pytest.raises(DefinitionError, match=r"best is 'pass@8', but a group has 4 completions.*best='pass@4'"):
         Evaluate(prompts=CopyDigits(num_digits=3), group_size=4, best="pass@8")
     with pytest.raises(DefinitionError, match="best is 'pass@0'"):
         Evaluate(prompts=CopyDigits(num_digits=3), best="pass@0")
 
     for field in ("best", "success"):
         misspelt = dataclasses.replace(HELD_OUT, **{field: "acuracy"})
-        with pytest.raises(DefinitionError, match=f"evaluate.{field} is 'acuracy', and the rewards are: accuracy"):
+        with pytest.raises(DefinitionError, match=f"evaluate.{field} is 'acuracy', but the rewards are: accuracy"):
             dataclasses.replace(evaluated(), evaluate=misspelt, reward=Reward(exact_match, name="accuracy"))
         unknown = dataclasses.replace(evaluated(), evaluate=misspelt, reward=lambda completion: 1.0)
         with pytest.raises(DefinitionError, match=rf"evaluate\.{field} is 'acuracy', .* --set evaluate\.{field}=none"):

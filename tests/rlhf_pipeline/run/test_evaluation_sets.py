@@ -143,11 +143,11 @@ def test_sets_are_checked_and_set_by_name() -> None:
         override(asked, "evaluate.hrad.every", "7")
     changed = override(asked, "evaluate.hard.top_p", "0.5")
     (change,) = changes(to_json(asked), changed)
-    assert "are others" in str(notice_of(change, to_json(asked), changed, 3))
+    assert "are different" in str(notice_of(change, to_json(asked), changed, 3))
     named = Evaluate(prompts=questions(4, 8), best="cost")
     for wrong, said in (
-        ({"a/b": named}, "no name of a folder"),
-        ({"a": named, "b": replace(named, best="acc")}, "Leave it to one"),
+        ({"a/b": named}, "not a valid folder name"),
+        ({"a": named, "b": replace(named, best="acc")}, "only one set may choose"),
         ({}, "empty dict"),
         ({"a": 3}, "it must be"),
     ):
@@ -161,7 +161,7 @@ def test_sets_are_checked_and_set_by_name() -> None:
         ("evaluate", replace(named, best="rigth")),
         ("evaluate", replace(named, best=None, success="rigth")),
     ):
-        with pytest.raises(DefinitionError, match="is 'rigth', and the rewards are: right"):
+        with pytest.raises(DefinitionError, match="is 'rigth', but the rewards are: right"):
             replace(asked, reward=plain, **{"evaluate": None, field: wrong})
 
 

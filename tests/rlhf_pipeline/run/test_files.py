@@ -27,7 +27,9 @@ def test_a_sealed_folder_lists_every_file_with_its_checksum(tmp_path):
     assert folder_problem(tmp_path / "made") is None
     (tmp_path / "made" / "inner" / "check").write_bytes(b"123456780")
     assert folder_problem(tmp_path / "made", checksums=False) is None
-    assert folder_problem(tmp_path / "made") == ("inner/check has other bytes than were written (its CRC32C differs)")
+    assert folder_problem(tmp_path / "made") == (
+        "the bytes of inner/check differ from those that were written (its CRC32C differs)"
+    )
 
 
 def test_a_folder_that_fails_half_way_leaves_the_former_one(tmp_path):

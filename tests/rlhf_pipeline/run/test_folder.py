@@ -62,7 +62,7 @@ def without_line(file: Path, number: int) -> None:
         (lambda run: shutil.rmtree(run / "store"), "there is no store"),
         (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl ends with step 0"),
         (lambda run: (run / "ledger.jsonl").unlink(), "ledger.jsonl ends with step 0"),
-        (lambda run: shutil.rmtree(run / "checkpoints"), "there is no checkpoint, and 4 steps were taken"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "there is no checkpoint, but 4 steps were taken"),
         (lambda run: [(run / n).write_bytes(b"") for n in ("metrics.jsonl", "ledger.jsonl")], "ends with step 0"),
         (lambda run: without_line(run / "ledger.jsonl", 1), "ledger.jsonl"),
         (lambda run: without_line(run / "metrics.jsonl", 0), "metrics.jsonl"),
@@ -96,11 +96,11 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(copied, finis
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(bytes(content))
-    assert any("model.safetensors has other bytes" in f.text for f in check_run(RunFolder.open(copied)) if not f.ok)
+    assert any("bytes of model.safetensors differ" in f.text for f in check_run(RunFolder.open(copied)) if not f.ok)
     events: list[Event] = []
     run(PIPELINE, run_dir=copied, resume=True, on_event=events.append)
     notices = [event.message for event in events if isinstance(event, Notice)]
-    assert any("step-00000004 is damaged" in text and "goes on from step-00000002" in text for text in notices)
+    assert any("step-00000004 is damaged" in text and "continues from step-00000002" in text for text in notices)
     assert [event.step for event in events if isinstance(event, StepDone)] == [3, 4]
     for name in ("model.safetensors", "optimizer.safetensors"):
         found = copied / "checkpoints" / "step-00000004" / name
@@ -151,7 +151,7 @@ def test_a_supervised_start_that_came_to_nothing_is_taken_over(tmp_path):
             return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(2)"], stderr=errors)
 
     for pipeline in (PIPELINE, dataclasses.replace(PIPELINE, prompts=CopyDigits(num_digits=2))):
-        with pytest.raises(ProcessFailedError, match="Nothing was stored: fix it, then type the same command again"):
+        with pytest.raises(ProcessFailedError, match="Nothing was stored: fix the problem, then repeat the command"):
             supervise(Run(pipeline=pipeline, run_dir=tmp_path / "run"), SupervisorConfig(), launch=fails)
         assert is_free(RunFolder(tmp_path / "run"))
     assert RunFolder(tmp_path / "run").config.pipeline["prompts"]["num_digits"] == 2
@@ -213,7 +213,7 @@ def test_a_folder_that_was_moved_is_not_called_unwritable(tmp_path):
     """The message says that the folder is gone and how to go on with it at its new place."""
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
-    gone = r"is gone: it was moved or removed .*--resume --out NEW_PLACE"
+    gone = r"no longer exists: it was moved or removed .*--resume --out NEW_PLACE"
     run.path.rename(tmp_path / "elsewhere")
     with pytest.raises(RunStorageError, match=gone), named_disk_errors(run):
         run.metrics_file.write_text("{}")

@@ -66,7 +66,7 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     with pytest.raises(RunMismatchError, match=r"prompts\.jsonl \(prompts\.path\) has changed .*68 bytes as before"):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
     file.write_text(whole + "\n")
-    with pytest.raises(RunMismatchError, match=r"it had 68 bytes, it has 69\. Put the old one back"):
+    with pytest.raises(RunMismatchError, match=r"it had 68 bytes, it has 69\. Restore the old file"):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
     check_unchanged(RunFolder(run_dir), pipeline, 0, inputs=False)
     file.write_text(whole)
@@ -81,7 +81,7 @@ def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tm
     other.write_text(file.read_text())
     check_unchanged(RunFolder(run_dir), moved, 0)
     other.write_text(file.read_text() + "\n")
-    said = rf"prompts\.path was {file}, is {other}, whose content is another: it had 68 bytes, it has 69\. Name the"
+    said = rf"prompts\.path was {file}, is {other}, whose content differs: it had 68 bytes, it has 69\. Use the"
     with pytest.raises(RunMismatchError, match=said):
         check_unchanged(RunFolder(run_dir), moved, 0)
 

@@ -278,7 +278,7 @@ def test_a_signal_during_an_evaluation_leaves_its_step_without_a_line(straight, 
 
     with loop_in(tmp_path / "run", evaluator=Looked(given_up), on_event=heard.append) as loop:
         assert loop.run() == "interrupted"
-    assert any("the evaluation is given up" in event.message for event in heard if isinstance(event, Notice))
+    assert any("the evaluation was cancelled" in event.message for event in heard if isinstance(event, Notice))
     assert [row["step"] for row in RunFolder(tmp_path / "run").metrics] == [1, 2, 3]
     with loop_in(tmp_path / "run", evaluator=Looked(lambda step: {})) as loop:
         assert loop.run() == "steps"

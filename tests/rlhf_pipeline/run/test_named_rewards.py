@@ -78,7 +78,7 @@ def test_a_run_with_gdpo_learns_from_each_reward_in_its_group(tmp_path: Path) ->
         assert rows["advantage"][at].tolist() == pytest.approx(want, abs=1e-5)
     total = rows["reward_digits"] + 0.5 * np.nan_to_num(rows["reward_short"])
     np.testing.assert_allclose(rows["task_reward"], total, atol=1e-6)
-    with pytest.raises(DefinitionError, match="a penalty in the sum of the rewards, and estimator=gdpo"):
+    with pytest.raises(DefinitionError, match="a penalty in the sum of the rewards, but estimator=gdpo"):
         WritePath(estimator="gdpo", kl_coef=0.1)
 
 

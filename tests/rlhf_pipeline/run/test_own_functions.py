@@ -137,11 +137,11 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
     [
         ("loss.objective", "lambda tokens: tokens.advantage", "returned no gradient to tokens.log_probs"),
         ("loss.objective", "lambda tokens: tokens.log_probs[:2]", r"returned \[2\]; it must return \[6\]"),
-        ("loss.objective", "lambda tokens: tokens.colour", "raised AttributeError.*tried on six tokens"),
-        ("write.estimator", "lambda returns, groups: returns", "raised TypeError.*tried on groups of 3 and 2"),
+        ("loss.objective", "lambda tokens: tokens.colour", "raised AttributeError.*in a test on six tokens"),
+        ("write.estimator", "lambda returns, groups: returns", "raised TypeError.*in a test on groups of 3 and 2"),
         ("sample.strategy", "lambda view, allowed, most, rng: allowed + 1", "of the 8 allowed positions, each once"),
         ("sample.strategy", "lambda view, allowed, most, rng: allowed", "must return at most 4 of the 8"),
-        ("sample.strategy", "lambda view, allowed: allowed", "raised TypeError.*tried on 8 trajectories"),
+        ("sample.strategy", "lambda view, allowed: allowed", "raised TypeError.*in a test on 8 trajectories"),
         ("learn.metrics", "lambda: 1", "cannot be called with a step alone"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_file_on_the_command_line_is_recorded_and_its_edit_is_told(
     for command in (["run", "--resume", "--steps", "3", "--out"], ["evaluate"], ["inspect", "--grade"]):
         code = main([*command, "../copied"])
         said = "".join(capsys.readouterr())
-        assert "its settings name code of its own:" in said
+        assert "its settings refer to custom code:" in said
         assert code == (0 if command == ["inspect"] else 2)
 
 

@@ -43,7 +43,7 @@ def test_what_is_too_long_is_left_out_of_the_run_and_counted(tmp_path: Path) -> 
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         assert {len(text) for text in store.read(store.ids(), ["prompt"])["prompt"]} == {1, 2, 4}
     said = [event.message for event in events if isinstance(event, Notice)]
-    assert any("rows: of 5 prompts are left out: too_long 2" in message for message in said)
+    assert any("rows: of 5 prompts were skipped: too_long 2" in message for message in said)
 
 
 def test_what_is_too_long_is_refused_without_the_rule() -> None:

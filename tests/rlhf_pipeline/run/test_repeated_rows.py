@@ -40,7 +40,7 @@ def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column)
     """One flipped bit in what step 3 or 4 used: the resume names it and changes nothing, and so does `verify`."""
     flip_value(copied / "store", column, 20)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "lock"}
-    with pytest.raises(DataError, match=r"step 3 would learn from .* cannot be trusted.*trajectories 16, .*seg-") as e:
+    with pytest.raises(DataError, match=r"step 3 would learn from corrupted.*trajectories 16, .*seg-") as e:
         run(PIPELINE, run_dir=copied, resume=True)
     assert f"rlhf-pipeline run --from {copied}@2" in str(e.value)
     kept = {path for path in before if path.parts[-3:][0] == "checkpoints" or path.name == "ledger.jsonl"}
@@ -62,7 +62,7 @@ def test_damage_that_makes_an_old_row_young_again_stops_the_step(copied):
     (file,) = (copied / "store").glob("seg-*/policy_version/c/0")
     with file.open("r+b") as stream:
         stream.write(b"\x02")
-    with pytest.raises(DataError, match=r"step 3 would learn from .* cannot be trusted.*trajectory 0 "):
+    with pytest.raises(DataError, match=r"step 3 would learn from corrupted.*trajectory 0 "):
         run(PIPELINE, run_dir=copied, resume=True)
 
 
@@ -129,7 +129,7 @@ def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_
             file.write_bytes(bytes([before[0] ^ 1]) + before[1:])
             time.sleep(0.6)  # the time of a file has a resolution, and is looked at now and then
 
-    with pytest.raises(DataError, match=r"step 4 would learn from .*cannot be trusted.*run@2 --out"):
+    with pytest.raises(DataError, match=r"step 4 would learn from .*corrupted.*run@2 --out"):
         run(all_rows, run_dir=folder, resume=True, on_event=damage)
     assert len(RunFolder(folder).metrics) == 3
     file.write_bytes(before)
@@ -164,7 +164,7 @@ def test_a_part_of_another_run_stops_the_resume_and_is_named(copied, tmp_path, p
     (shutil.copytree if (tmp_path / "other" / part).is_dir() else shutil.copyfile)(
         tmp_path / "other" / part, copied / part
     )
-    with pytest.raises(DataError, match=rf"step-00000002 does not fit its run: .*line of step 2 {named}"):
+    with pytest.raises(DataError, match=rf"step-00000002 does not match its run: .*line of step 2 {named}"):
         run(PIPELINE, run_dir=copied, resume=True)
     said = [finding.text for finding in check_run(RunFolder.open(copied)) if not finding.ok]
     assert any("step-00000002: its line of step 2" in text for text in said), said

@@ -88,7 +88,11 @@ def test_a_replay_scores_at_the_temperature_of_sampling(tmp_path):
     stores = str(tmp_path / "cold" / "store"), str(tmp_path / "hot" / "store")
     same = dataclasses.replace(hot, replay=Replay(stores=stores[:1], recorded_order=True))
     run(same, run_dir=tmp_path / "again", seed=3, on_event=events.append)
-    assert any("sampled at temperature 0.5, and are scored at it" in e.message for e in events if isinstance(e, Notice))
+    assert any(
+        "sampled at temperature 0.5, and are scored at this temperature" in e.message
+        for e in events
+        if isinstance(e, Notice)
+    )
     assert weights(tmp_path / "again") == weights(tmp_path / "cold")
     plan = plan_rerun(tmp_path / "again", from_step=1)
     assert all(step.ok and step.same_bits for step in rerun(same, plan, seed=3, device="cpu"))
@@ -157,7 +161,7 @@ def test_what_was_gathered_is_said_and_recorded(tmp_path):
     (said,) = [event.message for event in events if isinstance(event, Notice)]
     assert said == (
         "gathered 3 trajectories of 1 store; 3 got behaviour log-probs, of the initial policy; 3 got an advantage; "
-        "1 have no reward and were left out"
+        "1 have no reward and were skipped"
     )
     (source,) = json.loads((tmp_path / "run" / "gather.json").read_text())["sources"]
     assert (source["path"], source["num_stored"], source["num_chosen"]) == (str(store), 4, 3)
@@ -337,7 +341,7 @@ def test_the_command_repeats_a_run_and_says_so(small_run, capsys):
     assert main(["replay", "runs/small", "--out", "runs/faster", "--set", "learn.lr=1e-3"]) == 0
     assert "a difference is expected: learn.lr has changed" in capsys.readouterr().out
     assert main(["replay", "runs/small"]) == 2
-    assert "runs/small-replay holds a run already" in capsys.readouterr().err
+    assert "runs/small-replay already contains a run" in capsys.readouterr().err
     rows = list(StepRows(small_run / "metrics.jsonl"))
     rows[1]["loss"] += 1e-6
     (small_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -359,7 +363,7 @@ def test_the_command_learns_from_several_stores(small_run, capsys):
         for rows in ledger_of(Path("runs/mix"), "row_ids"):
             assert np.bincount(own.read_scalars("source", rows)).tolist() == [2, 6]
     assert main(["replay", "runs/mix", "--from-step", "1"]) == 0
-    assert "5 steps came out as recorded, bit for bit." in capsys.readouterr().out
+    assert "5 steps equal to the record, bit for bit." in capsys.readouterr().out
     assert main(["replay", "runs/small", "--out", "runs/e", "--epochs", "0.5", "--set", "sample.batch_size=4"]) == 0
     assert "3 steps" in capsys.readouterr().out
 
@@ -367,14 +371,14 @@ def test_the_command_learns_from_several_stores(small_run, capsys):
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["replay"], "name what to learn from"),
+        (["replay"], "give the stores to learn from"),
         (["replay", "runs/smal"], "Did you mean"),
         (["replay", "runs/small", "--filter", "rewrad>1"], "Did you mean 'reward'"),
         (["replay", "runs/small", "--filter", "reward>5"], "24 stored, 0 after 'reward>5'"),
         (["replay", "runs/small", "--weight", "1", "--weight", "2"], "2 weights for 1 stores"),
         (["replay", "runs/small/store"], "there is no model folder at model"),
-        (["replay", "runs/small", "--resume", "--out", "runs/none"], "there is no replay to go on with"),
-        (["replay", "runs/small", "--from-step", "1", "--epochs", "2"], "--epochs does not go with --from-step"),
+        (["replay", "runs/small", "--resume", "--out", "runs/none"], "there is no replay to continue"),
+        (["replay", "runs/small", "--from-step", "1", "--epochs", "2"], "--epochs cannot be combined with --from-step"),
         (["run", "offline_replay"], "there is no model folder at model"),
     ],
 )
@@ -406,7 +410,7 @@ def test_a_damaged_trajectory_is_not_learned_from_and_is_left_out_on_request(tmp
         assert "--skip-damaged" in said
         assert main([*words, named[command], "--skip-damaged"]) == 0
         said = capsys.readouterr().out
-        assert ("4 are damaged and were left out" if command == "replay" else "8 trajectories, 4 left out") in said
+        assert ("4 are damaged and were skipped" if command == "replay" else "8 trajectories, 4 left out") in said
     assert gathered_counts(RunFolder(tmp_path / "run"))["trajectories"] == 8
     with TrajectoryStore.open("copied") as copied, TrajectoryStore.open("whole") as whole:
         kept = whole.ids()[[0, 1, 2, 3, 8, 9, 10, 11]]

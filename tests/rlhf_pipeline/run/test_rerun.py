@@ -68,10 +68,10 @@ def test_a_ledger_that_names_other_trajectories_is_noticed(finished, tmp_path):
     rewrite_ledger(run_dir, row)
     (found,) = again(tiny(), run_dir, from_step=1)
     assert not found.ok
-    assert found.batch_problem == "the learner would choose 12 trajectories now, not these 11"
+    assert found.batch_problem == "the learner would now select 12 trajectories, not these 11"
     rewrite_ledger(run_dir, row | {"trajectory_ids": row["trajectory_ids"][::-1]})
     (found,) = again(tiny(), run_dir, from_step=1)
-    assert found.batch_problem == "its rows hold other trajectories than the ledger says"
+    assert found.batch_problem == "its rows contain other trajectories than the ledger lists"
 
 
 def rewrite_ledger(run_dir: Path, *rows: dict) -> None:
@@ -114,18 +114,18 @@ def test_the_command_prints_each_step_and_fails_on_a_difference(tmp_path, capsys
     capsys.readouterr()
     assert main(["replay", str(folder), "--from-step", "2", "--steps", "1"]) == 0
     out = capsys.readouterr().out
-    assert "steps 2 to 2, from checkpoint step-00000000, after taking 1 step before it again, on cpu" in out
-    assert "1 step came out as recorded, bit for bit." in out
+    assert "steps 2 to 2, from checkpoint step-00000000, after repeating 1 step before it, on cpu" in out
+    assert "1 step equal to the record, bit for bit." in out
     assert len(list_checkpoints(folder / "checkpoints")) == 2
     metrics = list(StepRows(folder / "metrics.jsonl"))
     metrics[1]["loss"] += 1e-6
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     assert main(["replay", str(folder), "--from-step", "1"]) == 1
     out = capsys.readouterr().out
-    assert "1 of 3 steps did not come out as recorded" in out
+    assert "1 of 3 steps different from the record" in out
     assert out.count("DIFFERENT") == 1
     assert main(["replay", str(folder), "--from-step", "1", "--out", "elsewhere"]) == 2
-    assert "--out does not go with --from-step" in capsys.readouterr().err
+    assert "--out cannot be combined with --from-step" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "nowhere"), "--from-step", "1"]) == 2
     with TrajectoryStore.open(folder / "store") as store:
         assert store.verify().ok

@@ -57,7 +57,7 @@ def test_lines_that_something_else_wrote(written):
     assert steps(again) == [1, 2, 3, 4, 5, 6]
     again.append({"step": 7})
     assert steps(StepRows(written.path)) == [1, 2, 3, 4, 5, 6, 7]
-    assert list(again.problems()) == ["line 6 fails its checksum: it was cut, changed or moved"]
+    assert list(again.problems()) == ["line 6 fails its checksum: it was truncated, changed or moved"]
 
 
 def test_a_torn_tail_is_taken_off_before_the_next_row(written):

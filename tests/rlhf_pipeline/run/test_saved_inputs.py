@@ -83,7 +83,7 @@ def test_a_copied_run_resumes_bit_for_bit_from_its_folder_alone(ran, travelled, 
     assert done.returncode == 0, done.stderr
     warning = f"threads was {threads}, is {now} (to keep it: OMP_NUM_THREADS={threads})"
     assert (warning in done.stderr + done.stdout) == others
-    assert "are others" not in done.stderr + done.stdout
+    assert "are different" not in done.stderr + done.stdout
     if not others:
         assert weights(travelled) == weights(ran / "straight")
         assert len(list((travelled / "evaluations").iterdir())) == 1
@@ -97,7 +97,7 @@ def test_code_of_a_run_that_was_not_started_here_is_not_executed(ran, travelled,
     """The sentence names the file to read and the option that executes it; nothing of it has run."""
     assert main(command.split()) == 2
     assert (
-        "was not started here, and its definition is code of its own: elsewhere/definition/task.py"
+        "was not started here, and its definition is custom code: elsewhere/definition/task.py"
         in capsys.readouterr().err
     )
     assert not (ran / "executed").exists()

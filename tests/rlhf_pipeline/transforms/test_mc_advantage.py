@@ -117,7 +117,7 @@ def test_a_member_counts_once(make_rows, to_form, form):
     """A trajectory that comes again, in the same call or a later one, does not stand in for the one that is to come."""
     first, last = make_rows([4, 5], group_size=2, rewards=[0.0, 1.0])
     transform = MCAdvantage(2)
-    with pytest.raises(DataError, match="trajectory_id 0 came to group 0 twice"):
+    with pytest.raises(DataError, match="trajectory_id 0 arrived twice in group 0"):
         transform.inv(to_form([first, first], form))
     assert transform.inv(to_form([first], form)) is None
     saved = MCAdvantage(2)

@@ -156,7 +156,7 @@ def test_a_trajectory_without_rewards_of_turns_is_one_turn(tmp_path, apart):
 
 def test_what_does_not_fit_is_refused():
     """A batch without rewards of turns, a discount out of range, and a penalty in the reward of the whole."""
-    with pytest.raises(MissingKeyError, match="compares turns, and the batch has no 'turn_rewards'"):
+    with pytest.raises(MissingKeyError, match="compares turns, but the batch has no 'turn_rewards'"):
         transform().inv(batch().exclude("turn_rewards"))
     with pytest.raises(DefinitionError, match="turn_discount is 2"):
         MCAdvantage(3, estimator="turn_grpo", turn_discount=2.0)

@@ -148,7 +148,7 @@ def test_a_member_that_waits_is_not_taken_again(open_buffer, make_rows):
     open_buffer(MCAdvantage(2)).extend(lazy_stack([rows[0]]))
     for _ in range(2):
         rb = open_buffer(MCAdvantage(2))
-        with pytest.raises(DataError, match="trajectory_id 0 came to group 0 twice"):
+        with pytest.raises(DataError, match="trajectory_id 0 arrived twice in group 0"):
             rb.extend(lazy_stack([rows[0], rows[2]]))
         assert rb.waiting() == [0]
         assert len(rb.store) == 1
@@ -163,7 +163,9 @@ def test_a_member_that_is_sent_again_begins_no_group(open_buffer, make_rows, tog
     for part in [rows[:2]] if together else [rows[:1], rows[1:2]]:
         open_buffer(MCAdvantage(2)).extend(lazy_stack(part))
     rb = open_buffer(MCAdvantage(2))
-    with pytest.raises(DataError, match="trajectory_id 1 came to group 0 again, which has closed with it: it is row"):
+    with pytest.raises(
+        DataError, match="trajectory_id 1 arrived again in group 0, which has closed with it: it is row"
+    ):
         rb.extend(lazy_stack([rows[2], rows[1]]))
     assert (rb.waiting(), len(rb.store)) == ([], 2)
     rb.extend(lazy_stack(rows[2:3]))

@@ -101,7 +101,7 @@ def test_a_batched_function_fails_for_its_group_alone():
     grades = grader.grade([*GROUP, GROUP[1], GROUP[1]], groups=[0, 0, 1, 1])
     assert [grade.reward for grade in grades[:2]] == [1.0, 1.0]
     assert {grade.kind for grade in grades[2:]} == {"grader_error"}
-    assert "for 2 completions; it must be a list with one for each" in str(grades[2].error)
+    assert "for 2 completions; it must be a list with one value per completion" in str(grades[2].error)
 
 
 def test_completions_of_messages_are_messages_as_in_trl():
@@ -232,7 +232,7 @@ def test_an_argument_shows_how_the_prompt_ended():
     ]
     assert [grade.reward for grade in Grader(asked).grade(shown)] == [1.0, 0.0]
     (unknown,) = Grader(asked).grade([Sampled(prompt=prompt, completion="4")])  # of a row of other rewards
-    assert (unknown.kind, "was not kept" in str(unknown.error)) == ("grader_error", True)
+    assert (unknown.kind, "was not stored" in str(unknown.error)) == ("grader_error", True)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_an_argument_shows_how_the_prompt_ended():
     [
         (lambda completion, solutoin: 1.0, r"there is no 'solutoin'.* docs/rewards.md"),
         (lambda completions, trainer_state: [1.0], "there is no 'trainer_state'"),
-        (lambda: 1.0, "asks for nothing"),
+        (lambda: 1.0, "has no arguments"),
         (lambda a, b, /: 1.0, "too many positional arguments"),
         (lambda completoin="": 1.0, "there is no 'completoin'"),
     ],
@@ -253,7 +253,7 @@ def test_a_function_that_cannot_be_called_is_refused(function, said):
 
 def test_names_of_rewards_are_columns():
     """A name of its own for each; what cannot name a column, or is given twice, is refused."""
-    with pytest.raises(DefinitionError, match="two rewards have one name"):
+    with pytest.raises(DefinitionError, match="two rewards have the same name"):
         bind([Reward(trl, name="a"), Reward(slow, name="a")])
     for name in ("a__b", "trusted", "a b", ""):
         with pytest.raises(DefinitionError, match=r"Reward\.name is"):

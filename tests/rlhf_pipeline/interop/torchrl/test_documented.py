@@ -161,7 +161,7 @@ def test_the_mask_methods_take_torchrls_arguments():
     policy.get_dist(td, out, logits_key="z")
     assert out["z"].shape == (2, 5, policy.vocab_size)
     for options in ({"as_nested_tensor": True}, {"layout": torch.jagged}):
-        with pytest.raises(DefinitionError, match="nested tensors has no log_prob"):
+        with pytest.raises(DefinitionError, match="nested tensors has no working log_prob"):
             policy.get_dist(td, **options)
 
 

@@ -136,7 +136,7 @@ def test_sft_prompts_from_padded_prompts_alone(make_model: Make) -> None:
     del td["masks", "all_assistant_mask"]
     assert torch.equal(policy.get_sft_dist(td).log_prob(td["tokens", "full"]), expected)
     del td["tokens", "prompt"]
-    with pytest.raises(DataError, match="Nothing tells where the prompts end"):
+    with pytest.raises(DataError, match="The ends of the prompts are unknown"):
         policy.get_sft_dist(td)
 
 
@@ -372,9 +372,9 @@ def test_what_does_not_fit_is_refused(make_model: Make) -> None:
         policy(TensorDict({}, [3, 2]))
     with pytest.raises(DefinitionError, match="input_mode is 'chat'"):
         CausalLMPolicy(make_model(), input_mode="chat")
-    with pytest.raises(DefinitionError, match="'top_p', which would change what is sampled"):
+    with pytest.raises(DefinitionError, match="'top_p', which would change the sampled distribution"):
         CausalLMPolicy(make_model(), generate_kwargs={"top_p": 0.9})
-    with pytest.raises(DefinitionError, match="num_samples is 2 and generate_kwargs says 3"):
+    with pytest.raises(DefinitionError, match="num_samples is 2 but generate_kwargs has 3"):
         CausalLMPolicy(make_model(), num_samples=2, generate_kwargs={"n": 3})
 
 

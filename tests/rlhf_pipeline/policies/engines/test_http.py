@@ -98,7 +98,7 @@ def test_weights_of_somebody_else_are_refused(fake: FakeVLLM, folders: dict[int,
     mine, other = engine_for(fake.address), engine_for(fake.address, owner="run-2")
     mine.load_weights(folders[1], 1)
     other.load_weights(folders[2], 1)
-    with pytest.raises(EngineError, match=r"labelled 'run-2:1:.*Give each run a server of its own"):
+    with pytest.raises(EngineError, match=r"labelled 'run-2:1:.*Give each run a separate server"):
         mine.generate(Request(prompts=PROMPTS, max_new_tokens=2))
 
 
@@ -221,7 +221,7 @@ def test_a_server_out_of_reach_is_named(fake: FakeVLLM, folders: dict[int, Path]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(EngineError, match=rf"{address} has been out of reach for 0.2 s .*vllm serve"):
+        with pytest.raises(EngineError, match=rf"{address} has been unreachable for 0.2 s .*vllm serve"):
             engine_for(address, patience_s=0.2).load_weights(folders[1], 1)
 
 
@@ -230,7 +230,7 @@ def test_a_server_that_stays_broken_ends_the_call(fake: FakeVLLM, folders: dict[
     engine = engine_for(fake.address, patience_s=0.3)
     engine.load_weights(folders[1], 1)
     fake.broken = [503] * 1000
-    with pytest.raises(EngineError, match=r"out of reach for 0\.3 s .*EngineCore"):
+    with pytest.raises(EngineError, match=r"unreachable for 0\.3 s .*EngineCore"):
         engine.generate(Request(prompts=PROMPTS, max_new_tokens=2))
     assert not fake.engines
 
@@ -250,7 +250,7 @@ def test_weights_that_the_server_cannot_load(fake: FakeVLLM, folders: dict[int, 
     missing.mkdir()
     (missing / "config.json").write_text("{}", encoding="utf-8")
     fake.answer = _refusing(fake)  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match=r"could not load the weights in .*version-3 \(500.*is paused now"):
+    with pytest.raises(EngineError, match=r"could not load the weights in .*version-3 \(500.*is paused until"):
         engine.load_weights(missing, 3)
     assert fake.paused
     assert engine.version is None
@@ -299,7 +299,7 @@ def test_replies_of_another_form_are_refused(change: Any, fake: FakeVLLM, folder
         return reply
 
     fake.sample = changed  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match=r"a form that is not vLLM's .*request_id"):
+    with pytest.raises(EngineError, match=r"not in vLLM's format .*request_id"):
         engine.generate(Request(prompts=[[5]], max_new_tokens=2))
 
 

@@ -83,8 +83,8 @@ def test_damaged_weights_are_named_refused_and_published_again(run):
     before, folder = published(run), weights_folder(run, said)
     (folder / "model.safetensors").write_bytes(before[1][:-5] + bytes([before[1][-5] ^ 1]) + before[1][-4:])
     problems = [finding.text for finding in check_run(run) if not finding.ok]
-    assert any("of step 2: model.safetensors has other bytes" in text for text in problems)
-    with pytest.raises(DataError, match=r"has other bytes .* learn --run"):
+    assert any("of step 2: the bytes of model.safetensors differ" in text for text in problems)
+    with pytest.raises(DataError, match=r"bytes of .* differ .* learn --run"):
         load_policy(build_policy(PIPELINE, seed=0, device="cpu"), run, said)
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(RunStarted))
     assert published(run) == before
@@ -215,7 +215,9 @@ def test_what_weights_of_lost_steps_sampled_is_not_learned_from(run, order):
     taken = [(row["rollout"], len(row["row_ids"])) for row in RunFolder(run.path).ledger]
     assert taken == [(rollout, 0 if rollout == 3 else 12) for rollout in order]
     said = [event.message for event in events if isinstance(event, Notice)]
-    assert any("12 of 12 trajectories of rollout 3 were sampled with weights of steps that" in text for text in said)
+    assert any(
+        "12 of 12 trajectories of rollout 3 were sampled with the weights of lost steps" in text for text in said
+    )
     assert [finding.text for finding in check_run(RunFolder(run.path)) if not finding.ok] == []
 
 

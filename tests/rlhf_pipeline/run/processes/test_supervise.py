@@ -119,7 +119,7 @@ def test_a_dead_process_is_started_again_later_and_later_until_it_works(tmp_path
     """
     watched = supervisor(tmp_path, collector=textwrap.dedent(collector) + COLLECTOR)
     assert watched.work(StopRequest()) == "steps"
-    assert re.findall(r"collector-0 .* started again in ([\d.]+) s", caplog.text) == ["0.05", "0.1", "0.2", "0.05"]
+    assert re.findall(r"collector-0 .* restarted in ([\d.]+) s", caplog.text) == ["0.05", "0.1", "0.2", "0.05"]
     assert "collector-0 was killed by SIGKILL" in caplog.text
     assert num_starts(tmp_path, "collector-0") == 5
     assert num_starts(tmp_path, "learner") == 1
@@ -158,9 +158,9 @@ def test_it_gives_up_after_failures_in_a_row_without_progress(tmp_path):
     """The error names the log and the last line; the other process was asked to stop, and has left."""
     learner = "heartbeat.beat('starting'); sys.exit('the disk is full')"
     watched = supervisor(tmp_path, learner=learner, max_failures=3)
-    with pytest.raises(ProcessFailedError, match="learner ended with code 1, 3 failures in a row") as raised:
+    with pytest.raises(ProcessFailedError, match="learner ended with code 1, 3 consecutive failures") as raised:
         watched.work(StopRequest())
-    assert "It said last: the disk is full" in str(raised.value)
+    assert "Last line of stderr: the disk is full" in str(raised.value)
     assert str(tmp_path / "processes" / "learner.log") in str(raised.value)
     assert "rlhf-pipeline run --resume --out" in str(raised.value)
     assert num_starts(tmp_path, "learner") == 3
@@ -170,7 +170,7 @@ def test_it_gives_up_after_failures_in_a_row_without_progress(tmp_path):
 def test_a_mistake_is_not_tried_again(tmp_path):
     """Exit code 2 before anything worked: what was asked for is wrong, and stays wrong."""
     watched = supervisor(tmp_path, collector="print('no such device', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(ProcessFailedError, match=r"collector-0 cannot start. It said last: no such device"):
+    with pytest.raises(ProcessFailedError, match=r"collector-0 cannot start. Last line of stderr: no such device"):
         watched.work(StopRequest())
     assert num_starts(tmp_path, "collector-0") == 1
 
@@ -260,7 +260,7 @@ def test_children_outlive_a_killed_supervisor_only_until_they_notice_and_the_nex
     first.communicate()
     watched = supervisor(tmp_path)
     assert watched.work(StopRequest()) == "steps"
-    assert caplog.text.count("has the name already; waiting until it leaves") == 2
+    assert caplog.text.count("already uses the name; waiting until it exits") == 2
     assert [num_starts(tmp_path, name) for name in NAMES] == [2, 2]
 
 
