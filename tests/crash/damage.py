@@ -163,7 +163,7 @@ def judge(folder: Path, ids: list[int], damaged: Path, kind: str, homes: Homes) 
     # Of a damaged object, and of the record of a last commit, only its number is known, and of damaged targets of
     # updates not whose they were: the commit is named.
     said = [line for line in report.problems if line.startswith(inside[0]) and re.search("commit|object|opened", line)]
-    is_known = values and "target" not in inside and not any("holds no known row" in line for line in said)
+    is_known = values and "target" not in inside and not any("contains no known row" in line for line in said)
     if unnamed and ("catalog" in inside or not said or is_known):
         found.append(f"{len(unnamed)} rows are gone or wrong, verify does not name them ({report.problems})")
     # Of a damaged object, and of damaged targets, it is not known whose later values they were.

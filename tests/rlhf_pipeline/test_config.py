@@ -203,7 +203,7 @@ def test_the_rate_warms_up_by_a_share_and_falls_to_a_minimum():
     assert [longer.learning_rate(step) for step in range(1, 13)] == rates
     cosine = dataclasses.replace(learn, lr_schedule="cosine")
     assert cosine.learning_rate(7) == pytest.approx(0.55)
-    for wrong, message in (({"warmup_steps": 3}, "said twice"), ({"min_lr": 2.0}, r"min_lr is 2\.0, above lr")):
+    for wrong, message in (({"warmup_steps": 3}, "given twice"), ({"min_lr": 2.0}, r"min_lr is 2\.0, above lr")):
         with pytest.raises(DefinitionError, match=message):
             dataclasses.replace(learn, **wrong)
 

@@ -305,11 +305,11 @@ def test_the_commit_of_another_store_is_never_read(tmp_path):
     for file in files:
         shutil.copyfile(stores[1] / file, stores[0] / file)
     with TrajectoryStore.open(stores[0]) as store:
-        with pytest.raises(CorruptionError, match="another commit"):
+        with pytest.raises(CorruptionError, match="a different commit"):
             store.read([ids[5]], ["tag"])
         for checked in (False, True):
             assert store.read(ids[20:30], ["tag"], checked=checked)["tag"].tolist() == list(range(20, 30))
-        with pytest.raises(CorruptionError, match="another commit"):
+        with pytest.raises(CorruptionError, match="a different commit"):
             store.read([ids[0]], ["later"], checked=True)
         assert len(store.ids()) == 69
 

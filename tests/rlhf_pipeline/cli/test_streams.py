@@ -37,7 +37,7 @@ def shell(line: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("line", "code", "wanted"),
     [
-        ("list >&-", 0, "rlhf-pipeline: standard output is closed, so nothing is shown\n"),
+        ("list >&-", 0, "rlhf-pipeline: standard output is closed, so nothing is printed\n"),
         ("list > /dev/full", 2, "rlhf-pipeline: standard output cannot be written: No space left on device.\n"),
         ("list > /dev/full 2>&-", 2, ""),
         ("--help > /dev/full", 2, "rlhf-pipeline: standard output cannot be written: No space left on device.\n"),

@@ -107,4 +107,4 @@ def test_a_model_that_fails_its_check_stays_within_the_budget(seed: int, tmp_pat
     rows = drawn_rows(random.Random(seed), most=longest)
     _, notices = step(model, tmp_path / "store", "prefix_shared", rows)
     hook.remove()
-    assert any("padded from now on" in notice for notice in notices)
+    assert any("padded from this step on" in notice for notice in notices)

@@ -77,7 +77,7 @@ def test_a_run_that_was_killed_goes_on(url: str, children: Children, said: Comma
     first = children.run("run", *PIPELINE, "--steps", "100000", "--out", url)
     run = RunFolder(url)
     first.until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, seconds=LATE_S, every=0.2)
-    assert f"has a run already: process {first.pid}" in said("run", "--resume", "--out", url, code=2)
+    assert f"already has a process run: {first.pid}" in said("run", "--resume", "--out", url, code=2)
     first.kill()
     steps = len(RunFolder(url).metrics)
     assert "continuing after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))
@@ -94,7 +94,7 @@ def test_two_learners_learn_like_one(url: str, tmp_path: Path, children: Childre
     process.until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, seconds=LATE_S, every=0.2)
     pid = int(process.until(lambda: pid_of("learner-1"), seconds=LATE_S, every=0.2) or 0)
     os.kill(pid, signal.SIGKILL)
-    assert "learner-1 was killed by SIGKILL; the learner's processes are started again" in process.succeed(LATE_S)
+    assert "learner-1 was killed by SIGKILL; the learner's processes are restarted" in process.succeed(LATE_S)
     done = RunFolder(run.address)
     assert_same_curve(done, RunFolder(straight), 1e-5)
     assert {row["processes"] for row in done.metrics} == {2}

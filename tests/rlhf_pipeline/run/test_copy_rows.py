@@ -336,7 +336,7 @@ def test_a_policy_that_cannot_read_the_store_is_refused_before_anything_is_made(
 def test_a_store_that_does_not_say_what_the_policy_produced_is_refused(tmp_path):
     """Without marked tokens the steps learned nothing, and the run ended well."""
     unmarked = make_store(tmp_path / "unmarked", lacks=("assistant_mask",))
-    with pytest.raises(DataError, match=r"assistant_mask, .* marks none"):
+    with pytest.raises(DataError, match=r"assistant_mask, .* marks no token"):
         choose(Replay(stores=(str(unmarked),)), LIMITS)
     names = ["input_ids", "num_prompt_tokens", "task_reward"]
     export_store(unmarked, tmp_path / "part.jsonl", columns=names)

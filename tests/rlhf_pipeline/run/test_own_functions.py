@@ -127,7 +127,7 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
     assert all("broken" not in line and line["loss"] for line in lines)
     said = " ".join(event.message for event in heard if isinstance(event, Notice))
     assert "step 1: the metric broken failed (ZeroDivisionError: division by zero); its figure is absent." in said
-    assert "the metric clash gives loss, which is in the line already; rename it." in said
+    assert "the metric clash returns loss, which is already in the line; rename it." in said
     run(tiny(), run_dir=own / "without")
     assert weights(own / "without") == weights(own / "run")
 

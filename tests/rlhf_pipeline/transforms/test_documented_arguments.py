@@ -111,7 +111,7 @@ def test_an_advantage_takes_the_settings_of_a_definition():
     assert (transform.grpo_size, transform.group_timeout_s, transform.settings.marks_groups) == (4, 5.0, True)
     assert MCAdvantage(4, settings=declared, zero_variance="drop").settings.drops_groups
     assert MCAdvantage(2, trajectory_return=None).settings.trajectory_return is None
-    with pytest.raises(DefinitionError, match="min_group_size is 2; it must lie between 1 and grpo_size"):
+    with pytest.raises(DefinitionError, match="min_group_size is 2; it must be between 1 and grpo_size"):
         MCAdvantage(1, settings=declared)
     with pytest.raises(DefinitionError, match="takes no kl_coef: a penalty in the reward is KLRewardTransform's"):
         MCAdvantage(4, kl_coef=0.1)
