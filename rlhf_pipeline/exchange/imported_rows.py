@@ -38,8 +38,8 @@ GROUP: Final = Column("import_group", "str", fill="")
 COLUMNS: Final = (KEY, VERSION, UNIT, GROUP, SUPERSEDED)
 _ROWS: Final = 4096
 _TOKENS: Final = ("prompt_ids", "completion_ids")
-_NAMED: Final = frozenset(("identity", "group"))
-_SAMPLED: Final = _NAMED.union(_TOKENS, ("prompt", "completion"))
+_IDENTITY_FIELDS: Final = frozenset(("identity", "group"))
+_SAMPLED: Final = _IDENTITY_FIELDS.union(_TOKENS, ("prompt", "completion"))
 """Fields of a record that its key covers."""
 
 
@@ -103,7 +103,7 @@ class FileKeys:
 
 def version_of(record: RawRollout, *, grows: bool = False) -> str:
     """Return a digest of what a record contains besides what its key covers; of one that `grows`, of its tokens too."""
-    covered = _NAMED if grows else _SAMPLED
+    covered = _IDENTITY_FIELDS if grows else _SAMPLED
     names = [field.name for field in fields(record) if field.name not in covered]
     values = [getattr(record, name) for name in names]
     return digest(*[dict(value) if isinstance(value, Mapping) else value for value in values])[:16]
