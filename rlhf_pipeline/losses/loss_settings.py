@@ -159,9 +159,9 @@ def changed(settings: LossSettings, keywords: Mapping[str, Any]) -> LossSettings
     >>> changed(LossSettings(), {"clip_epsilon": (0.2, 0.28), "kl_to_ref_coeff": None}).clip_high
     0.28
     """
-    unknown = {name: value for name, value in keywords.items() if name not in KEYWORDS}
+    unknown = {name: keywords[name] for name in keywords if name not in KEYWORDS}
     refuse_unknown("GRPOLoss", unknown, KEYWORDS, _REFUSED, _HARMLESS)
-    fields = {_RENAMED.get(name, name): value for name, value in keywords.items() if name not in unknown}
+    fields = {_RENAMED.get(name, name): keywords[name] for name in keywords if name not in unknown}
     fields.pop("ref_log_prob_padding_value", None)  # nothing reads what is padded
     clip = fields.pop("clip_epsilon", None)
     if clip is not None:

@@ -185,7 +185,7 @@ class MCAdvantage(Transform):
         settings: WritePath | None = None,
         **keywords: Any,
     ) -> None:
-        unknown = {name: value for name, value in keywords.items() if name not in _KEYWORDS}
+        unknown = {name: keywords[name] for name in keywords if name not in _KEYWORDS}
         refuse_unknown("MCAdvantage", unknown, _KEYWORDS, _REFUSED, dict.fromkeys(_NO_CANDIDATES, (None,)))
         super().__init__()
         self.settings = settings = extended(
@@ -197,7 +197,7 @@ class MCAdvantage(Transform):
             advantage_key=advantage_key,
             done_key=done_key,
             verbose=verbose,
-            **{name: value for name, value in keywords.items() if name not in unknown},
+            **{name: keywords[name] for name in keywords if name not in unknown},
         )
         checked_estimator(settings.estimator, settings.rewards)
         self._entry = estimator_of(settings.estimator)
