@@ -24,7 +24,7 @@ def _trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(_text(path)) for path in (ROOT / "rlhf_pipeline").rglob("*.py")}
 
 
-def test_every_test_says_what_it_shows():
+def test_every_test_has_a_docstring():
     """Each test function has a docstring."""
     silent = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
@@ -249,7 +249,7 @@ def test_ci_runs_the_readmes_test_command():
     assert "README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_marks_stand_in_the_files_of_their_tests():
+def test_marks_are_in_the_files_of_their_tests():
     """`.ci/run` looks for them there."""
     marked = [
         path for path in (ROOT / "tests").rglob("*.py") if re.search(r"mark\.(slow|crash|peer|bench)\b", _text(path))

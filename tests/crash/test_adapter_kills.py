@@ -35,7 +35,7 @@ def train(
 
 @pytest.mark.crash
 @pytest.mark.parametrize("way", [*WAYS, "nemo_gym"])
-def test_what_a_trainer_was_told_is_there_once(tmp_path: Path, children: Children, way: str):
+def test_what_a_trainer_was_sent_is_stored_once(tmp_path: Path, children: Children, way: str):
     """Three kills in the middle of 200 rollouts of two completions; the trainer goes on after what it was told."""
     store, told, rng = tmp_path / "store", list[tuple[int, int]](), random.Random(way)
     for attempt, middle in enumerate([*(rng.randrange(at, at + 40) for at in (20, 80, 140)), None]):

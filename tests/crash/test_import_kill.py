@@ -36,7 +36,7 @@ def kill_and_go_on(children: Children, file: Path, store: Path, rng: random.Rand
 
 
 @pytest.mark.crash
-def test_a_killed_import_goes_on_without_duplicates(tmp_path: Path, children: Children):
+def test_a_killed_import_continues_without_duplicates(tmp_path: Path, children: Children):
     """Rollouts of another tool, and an export: after many kills the store equals that of a straight import."""
     rng = random.Random(5)
     file = tmp_path / "rollouts.jsonl"

@@ -21,6 +21,6 @@ def test_a_killed_run_ends_like_the_straight_one(capfd):
     assert main(["resume", "--kills", "3"]) == 0, capfd.readouterr()
 
 
-def test_a_kill_at_any_call_is_gone_on_from(capfd):
+def test_a_kill_at_any_call_is_continued_from(capfd):
     """A run, a learner, one with two collectors, and their supervisor, some killed twice: nothing is lost."""
     assert main(["sweep", "--points", "4"]) == 0, capfd.readouterr()

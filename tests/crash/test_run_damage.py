@@ -15,6 +15,6 @@ SHORT = ("lake", "several")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.nightly]) for name in RUNS]
 )
-def test_a_run_with_a_damaged_file_goes_on_right_or_says_so(name):
+def test_a_run_with_a_damaged_file_continues_correctly_or_reports_the_damage(name):
     """The weights of the whole run, or an error that is a sentence; nothing differs in silence."""
     play("run_damage", name, "--count", "6", "--seed", "1")

@@ -530,7 +530,7 @@ def rollout_from_model(tiny: Any, ours: bool) -> Leaves:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_differs_only_where_the_page_says_so(tiny, name):
+def test_an_example_differs_only_where_the_page_lists_it(tiny, name):
     """Each leaf's value, shape, padding, figure and error; no line of the page is without its difference."""
     ours, theirs = (outcome(lambda side=side: EXAMPLES[name](tiny, side)) for side in (True, False))
     expected = {leaf: how for (example_name, leaf), how in listed().items() if example_name == name}

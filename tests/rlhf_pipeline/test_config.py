@@ -175,7 +175,7 @@ def test_a_definition_is_json_ready_and_frozen(pipeline):
         pipeline.name = "other"
 
 
-def test_a_definition_that_collects_can_be_told_to_learn_from_stores(pipeline):
+def test_a_definition_that_collects_can_be_set_to_learn_from_stores(pipeline):
     """Fields of a group that is left out can be set; the rest of it is as by default."""
     replay = override(override(pipeline, "replay.stores", "runs/a, runs/b"), "replay.weights", "2,1")
     assert replay.replay == Replay(stores=("runs/a", "runs/b"), weights=(2.0, 1.0))

@@ -82,7 +82,7 @@ def test_numbers_are_what_the_field_is():
     assert Replay(stores=["a", "b"], weights=[1, 2]) == Replay(stores=("a", "b"), weights=(1.0, 2.0))  # type: ignore
 
 
-def test_every_setting_says_what_it_means():
+def test_every_setting_has_a_description():
     """Each has a help text that is a sentence, and bounds wherever a number has them."""
     for path, item in paths_of(Pipeline):
         assert re.search(r"[.`]$", item.help), path

@@ -21,7 +21,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["memmap", "zarr"])
 
 @BACKENDS
 @pytest.mark.parametrize("durability", ["process", "power"])
-def test_a_writer_that_was_stopped_goes_on_in_a_new_segment(tmp_path, backend, durability):
+def test_a_writer_that_was_stopped_continues_in_a_new_segment(tmp_path, backend, durability):
     """Its segment was ended meanwhile, and even merged: nothing of it is lost, doubled or late."""
     store = TrajectoryStore.create(tmp_path / "s", [Column("tag", "int64")], backend=backend, durability=durability)
     store.append({"tag": [0]})

@@ -67,7 +67,7 @@ def test_a_file_size_limit_is_an_error_and_loses_nothing(tmp_path):
             assert store.verify().ok
 
 
-def test_a_full_disk_is_an_error_and_the_writer_goes_on_afterwards(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_the_writer_continues_afterwards(tmp_path, monkeypatch):
     """ENOSPC at every single write of a commit: no row appears, earlier rows stay, a retry works."""
     real = os.pwrite
     state = {"left": -1}
@@ -136,7 +136,7 @@ class Syncs:
 @BACKENDS
 @pytest.mark.parametrize("durability", ["power", "group"])
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_sync_that_fails_says_what_is_in_the_store(tmp_path, monkeypatch, backend, durability, begins):
+def test_a_sync_that_fails_reports_what_is_in_the_store(tmp_path, monkeypatch, backend, durability, begins):
     """EIO of every single sync of an append and of an update: whoever does what the error says has each row once."""
     schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64"), Column("later", "int64", mutable=True)])
     store = TrajectoryStore.create(path := tmp_path / "s", schema, backend=backend, durability=durability)
@@ -182,7 +182,7 @@ def test_a_sync_that_fails_says_what_is_in_the_store(tmp_path, monkeypatch, back
     store.close()
 
 
-def test_after_a_failed_sync_no_other_thread_is_told_that_all_is_well(tmp_path, monkeypatch):
+def test_after_a_failed_sync_no_other_thread_reports_success(tmp_path, monkeypatch):
     """The kernel reports an error once, and takes the pages for clean: a second sync would succeed."""
     schema = Schema([Column("n", "int64")])
     with TrajectoryStore.create(tmp_path / "s", schema, durability="group") as store:

@@ -323,7 +323,7 @@ def test_a_store_that_lost_its_records_is_found_from_its_segments():
         assert store.read_scalars("n").tolist() == [3, 4]
 
 
-def test_a_writer_that_was_taken_for_dead_goes_on_elsewhere(monkeypatch):
+def test_a_writer_that_was_taken_for_dead_continues_elsewhere(monkeypatch):
     """Its segment is ended and merged by another process; its next rows are in a new one, and all are visible."""
     memory, now = MemoryStore(), time.time_ns
     slow = TrajectoryStore.create(memory, Schema([Column("n", "int64")]), backend="zarr")

@@ -297,7 +297,7 @@ def test_sharing(make, make_rows, method, what):
     assert rb.extend(lazy_stack(make_rows([4, 5], first_group=7))).tolist() == [8, 9]
 
 
-def test_pickled_buffer_goes_on(make, make_rows):
+def test_pickled_buffer_continues(make, make_rows):
     """The copy draws what the original draws next, sees later rows, and has no second one of itself inside."""
     rb = make(seed=5, batch_size=4)
     rb.sample()
@@ -462,7 +462,7 @@ def make_plain(folder):
     return folder / "plain"
 
 
-def test_what_is_not_kept_is_said_with_the_way_to_keep_it(tmp_path, make_rows, caplog):
+def test_what_is_not_kept_is_reported_with_the_way_to_keep_it(tmp_path, make_rows, caplog):
     """Once per key, with the argument that keeps it; parts of the tokens can be derived and are not reported."""
     rows = make_rows([4, 5])
     for row in rows:  # keys of no other test: each is said once in a process

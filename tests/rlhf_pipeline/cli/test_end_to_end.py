@@ -142,7 +142,7 @@ def test_collect_and_learn_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "collector-0: the run has ended" in collected
 
 
-def test_what_cannot_start_is_said_at_once(tmp_path: Path):
+def test_what_cannot_start_is_reported_at_once(tmp_path: Path):
     """The supervisor itself imports no torch, so a child finds out; it is not started again and again."""
     code = (
         "import sys; from rlhf_pipeline.cli import main; "

@@ -113,7 +113,7 @@ def test_stored_text_cannot_command_the_terminal(live_run: Path):
     assert "[red]x" in text
 
 
-def test_lines_stand_above_the_frame(live_run: Path):
+def test_lines_are_above_the_frame(live_run: Path):
     """What is said while a frame is drawn comes before it, and the last frame stays."""
     out = io.StringIO()
     console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)

@@ -105,7 +105,7 @@ def test_mistakes_cost_no_torch(cli: Cli, argv: list[str], message: str):
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_all_that_is_wrong_is_said_at_once(cli: Cli):
+def test_all_that_is_wrong_is_reported_at_once(cli: Cli):
     """The folder, the device, the model and the prompts, one line each; nothing is written."""
     Path("mine").mkdir()
     Path("mine/thesis.tex").write_text("x")
@@ -259,7 +259,7 @@ def test_replay_when_the_definition_has_moved(tmp_path: Path):
         ("drop", 0, "the same as runs/demo: loss and gradient norm of 12 steps are equal, bit for bit."),
     ],
 )
-def test_a_replay_says_what_it_compared(groups: str, code: int, said: str):
+def test_a_replay_reports_what_it_compared(groups: str, code: int, said: str):
     """The mean reward of a run that dropped groups is not compared, so it is not called equal."""
     overrides, out = (("write.zero_variance", groups),), io.StringIO()
     write_run(Path("runs/demo"), overrides=overrides)
@@ -311,7 +311,7 @@ def test_next_commands_are_accepted():
     assert not [command for command, _ in empty if "show" in command]  # which would find nothing
 
 
-def test_finish_writes_the_report_and_says_what_is_next(tmp_path: Path):
+def test_finish_writes_the_report_and_prints_the_next_command(tmp_path: Path):
     """At the end: the sentence, before and after, the files, the next commands."""
     run_dir = write_run(tmp_path / "runs" / "demo")
     out = io.StringIO()

@@ -115,7 +115,7 @@ def test_errors_of_files_are_one_line(cli: Cli, run_dir: Path, tmp_path: Path):
     assert (tmp_path / "page.html").is_file()
 
 
-def test_a_run_folder_that_cannot_be_is_said_before_torch_is_imported(cli: Cli, run_dir: Path, tmp_path: Path):
+def test_a_run_folder_that_cannot_be_is_reported_before_torch_is_imported(cli: Cli, run_dir: Path, tmp_path: Path):
     """Where the folder or its name cannot be used the true reason is said, and nothing is left behind."""
     file = tmp_path / "file"
     file.touch()

@@ -310,7 +310,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_an_error_is_told_where_a_template_has_no_place_for_it(how, tmp_path):
+def test_an_error_is_reported_where_a_template_has_no_place_for_it(how, tmp_path):
     """The user says it; the conversation goes on, is learned from, and its row is what was told."""
     made = pipeline(Case(environment=tool(), reward=letters, calls=call("look", {}, content="json")))
     object.__setattr__(made.policy, "chat_template", REFUSALS[how])
@@ -326,7 +326,7 @@ def test_an_error_is_told_where_a_template_has_no_place_for_it(how, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [{}, {"arguments": None}, {"arguments": "{}"}])
-def test_a_call_without_arguments_is_told_so(parts, tmp_path):
+def test_a_call_without_arguments_is_reported(parts, tmp_path):
     """The template reads arguments of each call, and the policy gave none: that is its mistake, and no failure."""
     calls = call("look", {})
     calls["fields"]["tool_calls"]["transform"]["function"] = {"name": "look", **parts}

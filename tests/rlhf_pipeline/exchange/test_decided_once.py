@@ -127,7 +127,7 @@ def test_results_of_verifiers_before_traces(tmp_path: Path, jsonl: Write, chat_t
     assert found["finish_reason"] == ["", "", "", "length"]
 
 
-def test_episodes_that_stand_twice_are_one(tmp_path: Path):
+def test_episodes_that_are_stored_twice_are_one(tmp_path: Path):
     """prime-rl writes what it trained on again into `effective`, and marks no evaluation but by its folder."""
     kinds = ("train/all", "train/effective", "eval/all", "eval/effective")
     for kind in kinds:

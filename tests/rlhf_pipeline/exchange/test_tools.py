@@ -302,7 +302,7 @@ def test_several_answers_of_open_instruct_are_the_answer(tmp_path: Path, jsonl: 
     assert (json.loads(first), second) == (["2", "two"], None)
 
 
-def test_what_a_file_lacks_is_said(tmp_path: Path, chat_tokenizer: Any):
+def test_what_a_file_lacks_is_reported(tmp_path: Path, chat_tokenizer: Any):
     """The report counts what stays unknown, and the file's report names it."""
     report = import_files([DATA / "verl" / "ray"], tmp_path / "store", tokenizer=chat_tokenizer, one_turn=True)
     assert (report.num_unended, report.num_encoded, report.num_without_log_probs) == (4, 4, 4)

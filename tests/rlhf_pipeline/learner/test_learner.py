@@ -153,7 +153,7 @@ def test_groups_without_spread_take_a_step_without_gradient(make_learner):
 
 
 @pytest.mark.parametrize("bonus", [False, True])
-def test_the_ledger_says_what_taught_nothing_and_what_was_left_out(make_learner, bonus):
+def test_the_ledger_reports_what_taught_nothing_and_what_was_left_out(make_learner, bonus):
     """By the gradient, not by the rewards: an entropy bonus moves equal rewards too; what failed is counted apart."""
     learner = make_learner(4096)
     learner.loss.entropy_bonus = bonus

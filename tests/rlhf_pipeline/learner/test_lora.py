@@ -31,7 +31,7 @@ def policy_of(**options):
     return policy
 
 
-def test_peft_missing_is_said_with_the_command(monkeypatch):
+def test_peft_missing_is_reported_with_the_command(monkeypatch):
     """Without peft the message names what to install, and what to set to go on without."""
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(DefinitionError, match=r"pip install peft\. Or set policy\.lora_rank=0"):

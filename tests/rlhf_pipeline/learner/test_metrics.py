@@ -178,7 +178,7 @@ def test_weights_and_biases_has_one_run_with_its_hyperparameters(tmp_path, monke
     assert ids[0] == ids[1] == (tmp_path / "run" / "logs" / "wandb-id.txt").read_text()
 
 
-def test_a_missing_logger_is_said_with_the_command(tmp_path, monkeypatch):
+def test_a_missing_logger_is_reported_with_the_command(tmp_path, monkeypatch):
     """Without its library the message has the command that installs it."""
     monkeypatch.setitem(sys.modules, "mlflow", None)
     events: list[Event] = []

@@ -77,7 +77,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32():
 
 @pytest.mark.parametrize("options", [{}, {"offload_optimizer": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_restored_optimizer_goes_on_bit_for_bit(dtype, options):
+def test_a_restored_optimizer_continues_bit_for_bit(dtype, options):
     """Masters and moments come back: 3 + 4 steps equal 7, on the host or beside the weights."""
     config = Learn(lr=1e-3, **options)
     straight = model_of(dtype)

@@ -120,7 +120,7 @@ def starts_with_a(completion: str) -> float:
     return float(completion[:1] < "P")
 
 
-def test_a_folder_of_adapters_is_no_model_and_says_what_to_do(tmp_path):
+def test_a_folder_of_adapters_is_no_model_and_reports_what_to_do(tmp_path):
     """The folder of a LoRA checkpoint as `policy.path`: go on from its run, or merge it."""
     folder = tmp_path / "lora" / "checkpoints" / "step-00000200"
     folder.mkdir(parents=True)

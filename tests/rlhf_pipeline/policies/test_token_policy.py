@@ -122,7 +122,7 @@ def test_gradients_equal_those_of_full_logits(name: str, side: str, make_model: 
         torch.testing.assert_close(ours[n], p.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_hidden_states_stand_where_their_tokens_stand(make_model: Make) -> None:
+def test_hidden_states_are_where_their_tokens_are(make_model: Make) -> None:
     """Head of hidden[t] gives the logits after token t, for both padding sides; zero at padding."""
     model = make_model("phi")
     policy = TokenPolicy(model)

@@ -90,7 +90,7 @@ def test_ledger_may_be_one_step_ahead(run_dir: Path):
     assert len(damage(run_dir)) == 1
 
 
-def test_torn_line_is_told_and_no_damage(run_dir: Path):
+def test_torn_line_is_reported_and_is_no_damage(run_dir: Path):
     """A torn last line is what a kill leaves; it is said and does not count."""
     file = run_dir / "ledger.jsonl"
     file.write_bytes(file.read_bytes() + b'{"step": 13, "row')

@@ -222,7 +222,7 @@ def test_filters_on_text_compare_bytes(tmp_path: Path):
         assert len(select(store, ["completion==''"])) == 1
 
 
-def test_what_is_not_there_is_said(run_dir: Path):
+def test_what_is_not_there_is_reported(run_dir: Path):
     """Unknown ids, groups, steps, lists and orders name what was asked for."""
     view = View(run_dir)
     for ask in (

@@ -233,7 +233,7 @@ def test_rewards_near_the_largest_have_a_typical_one(tmp_path: Path):
         assert typical_of_first_and_last(stored) == (0, 4)
 
 
-def test_a_step_without_a_batch_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_step_without_a_batch_is_reported(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """Nothing has been evicted where nothing was learned from."""
     StepRows(run_dir / "ledger.jsonl").append({"step": 13, "row_ids": [], "watermark": 48})
     assert main(["show", str(run_dir), "--step", "13"]) == 2

@@ -158,7 +158,7 @@ def test_a_finished_run_of_a_hundred_thousand_steps(tmp_path: Path):
     assert (found["state"], found["step"], found["stored"], found["alarms"]) == ("ended", 100_000, 400_000, [])
 
 
-def test_a_run_of_one_process_that_is_frozen_or_stands_still(run_dir: Path):
+def test_a_run_of_one_process_that_is_frozen_or_stalls(run_dir: Path):
     """No sign of life for half a minute, or no step for ten times the longest, is an alarm; a step is not."""
     timed(run_dir, 60.0)
     says(run_dir, "run", "running", 40.0)

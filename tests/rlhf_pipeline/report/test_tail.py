@@ -164,7 +164,7 @@ def test_table(tmp_path: Path):
         ]
 
 
-def test_a_step_stands_after_what_was_stored_when_it_was_taken(tmp_path: Path):
+def test_a_step_is_after_what_was_stored_when_it_was_taken(tmp_path: Path):
     """New trajectories and new steps are in one order; one that does not say what was stored goes last."""
     run = write_run(tmp_path / "run", num_rollouts=1)
     with TrajectoryStore.open(run / "store", "a") as store, closing(View(run)) as view:

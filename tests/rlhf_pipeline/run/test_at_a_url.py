@@ -72,7 +72,7 @@ def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path, s
     assert "continuing after step 6" in said("replay", "--resume", "--out", f"{url}-again", "--steps", "6")
 
 
-def test_a_run_that_was_killed_goes_on(url: str, children: Children, said: Command):
+def test_a_run_that_was_killed_continues(url: str, children: Children, said: Command):
     """While it lives, another process is refused; once it is dead, the next one waits for the end of its lease."""
     first = children.run("run", *PIPELINE, "--steps", "100000", "--out", url)
     run = RunFolder(url)

@@ -191,7 +191,7 @@ def test_what_is_no_matter_of_the_weights_acts_where_it_shows(tmp_path):
     assert all(len(entropy) == len(ids) for entropy, ids in zip(rows["entropy"], rows["input_ids"], strict=True))
 
 
-def test_compilation_is_chosen_again_when_a_run_goes_on(tmp_path, monkeypatch):
+def test_compilation_is_chosen_again_when_a_run_continues(tmp_path, monkeypatch):
     """By the definition alone; the weights are those of the eager run up to rounding, and the notice says so."""
     made: list[TokenPolicy] = []
     choose = TokenPolicy.set_scoring
@@ -227,7 +227,7 @@ class Flaky:
         return float(len(completion))
 
 
-def test_a_flaky_judge_gets_retries_when_the_run_goes_on(tmp_path):
+def test_a_flaky_judge_gets_retries_when_the_run_continues(tmp_path):
     """Concurrency, retries, timeouts and alarms change from the next step on; each with an effect has one notice."""
     judge = Flaky()
     before = tiny(reward=judge, learn__steps="2", learn__epochs="1", collect__reward_concurrency="1")
@@ -255,7 +255,7 @@ def test_a_flaky_judge_gets_retries_when_the_run_goes_on(tmp_path):
     ]
 
 
-def test_evaluation_can_be_switched_off_when_a_run_goes_on(tmp_path):
+def test_evaluation_can_be_switched_off_when_a_run_continues(tmp_path):
     """`--set evaluate=none`, also where a field of it was set before: nothing is evaluated from there on."""
     evaluated = dataclasses.replace(tiny(), evaluate=Evaluate(prompts=CopyDigits(num_digits=3)))
     assert override(evaluated, "evaluate", "none").evaluate is None

@@ -69,7 +69,7 @@ class Digits:
         return Prompt(text=f"{(cursor + self.offset) % 10}=", answer=(cursor + self.offset) % 10)
 
 
-def test_an_object_of_a_plain_class_is_recorded_and_told_from_another(tmp_path):
+def test_an_object_of_a_plain_class_is_recorded_and_distinguished_from_another(tmp_path):
     """A run with one goes on with an equal one; other attributes, arrays too, are named and refused."""
     table = np.arange(3)
     asked = dataclasses.replace(tiny(learn__steps="1"), prompts=Digits(1, table))

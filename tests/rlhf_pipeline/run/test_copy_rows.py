@@ -210,7 +210,7 @@ def test_rows_without_a_reward_or_stored_again_are_left_out_and_counted(tmp_path
     assert choice.trajectory_id.tolist() == [1, 3, 2]
 
 
-def test_trajectory_ids_that_start_anew_in_each_group_are_numbered_through(tmp_path):
+def test_trajectory_ids_that_start_again_in_each_group_are_numbered_through(tmp_path):
     """They name no row by themselves; none is taken for another group's trajectory stored again."""
     source, numbered = make_store(tmp_path / "source", groups=(2, 2)), tmp_path / "numbered"
     with TrajectoryStore.open(source) as given, TrajectoryStore.create(numbered, given.schema) as store:
@@ -313,7 +313,7 @@ def test_a_source_that_lost_a_chosen_trajectory_is_named(tmp_path):
         ({"stores": ("nowhere",)}, MissingPathError, "no run or store at nowhere"),
     ],
 )
-def test_what_cannot_be_chosen_is_said(tmp_path, replay, error, words):
+def test_what_cannot_be_chosen_is_reported(tmp_path, replay, error, words):
     """Each condition with how many were left after it, a wrong name with the nearest one, a store by its path."""
     source = str(make_store(tmp_path / "source"))
     stores = tuple(source if name == "SOURCE" else name for name in replay.get("stores", ("SOURCE",)))

@@ -38,7 +38,7 @@ def test_the_first_checkpoints_of_a_large_model_are_no_rate(tmp_path):
     assert said == []
 
 
-def test_a_budget_that_is_used_up_stops_the_run_saved_and_more_goes_on(tmp_path):
+def test_a_budget_that_is_used_up_stops_the_run_saved_and_more_continues(tmp_path):
     """The message names both sizes and the setting with which it goes on, which gives the weights of a straight run."""
     small = tiny(buffer__max_bytes="1000")
     with pytest.raises(RunStorageError, match=r"buffer\.max_bytes is 1,000\..*--resume .* --set buffer\.max_bytes="):

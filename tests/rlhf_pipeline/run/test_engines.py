@@ -221,7 +221,7 @@ def run_digits(address: str, run_dir: Path) -> None:
 
 
 @pytest.mark.crash
-def test_a_killed_run_goes_on_with_its_server(server: FakeVLLM, tmp_path: Path, children: Children):
+def test_a_killed_run_continues_with_its_server(server: FakeVLLM, tmp_path: Path, children: Children):
     """`kill -9` in the middle of a rollout: every trajectory is there once, and every step was taken once."""
     server.delay_s = 0.02
     child = children.call(run_digits, server.address, tmp_path / "run")

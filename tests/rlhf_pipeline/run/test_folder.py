@@ -177,7 +177,7 @@ def test_a_prompt_that_fills_the_context_is_found_before_anything_is_stored(tmp_
         start(longest, run_dir=tmp_path / "run")
 
 
-def test_a_tokenizer_without_an_end_or_a_template_is_said_at_the_start():
+def test_a_tokenizer_without_an_end_or_a_template_is_reported_at_the_start():
     """Completions that cannot end, and chat prompts without a template, are a notice each; else there is none."""
     policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2, seed=0)
     assert list(sampling_notices(PIPELINE, policy)) == []

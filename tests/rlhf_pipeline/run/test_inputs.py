@@ -198,7 +198,7 @@ def of_a_collector(pipeline: Pipeline, run_dir: Path, on_event: EventHandler) ->
 
 
 @pytest.mark.parametrize("start", [of_one_process, of_a_supervisor, of_a_collector])
-def test_edited_code_is_said_by_every_start(tmp_path, start):
+def test_edited_code_is_reported_by_every_start(tmp_path, start):
     """A run goes on with a reward, prompts or an estimator that were repaired, or what they name; else it is silent."""
     said = []
     changes = {"reward": 0.5}, {"first": 3, "reward": 0.5}, {"first": 3, "reward": 0.5, "half": 0.6}
@@ -284,7 +284,7 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     ]
 
 
-def test_another_number_of_threads_is_said(tmp_path):
+def test_another_number_of_threads_is_reported(tmp_path):
     """Sums of several threads have other last bits: a resume with another number names both, and how to keep it."""
     pipeline = tiny()
     run_dir = recorded(pipeline, tmp_path / "run")

@@ -126,7 +126,7 @@ def straight(tmp_path_factory) -> Path:
     return folder
 
 
-def test_each_step_is_told_once_with_the_line_that_is_on_disk(tmp_path):
+def test_each_step_is_reported_once_with_the_line_that_is_on_disk(tmp_path):
     """The start, then every step as soon as its line is written; `after` hears the number of steps, and the end."""
     heard: list[Event] = []
     said: list[tuple[int, str | None]] = []
@@ -322,7 +322,7 @@ def test_steps_after_a_crash_are_taken_again_on_the_lines_that_are_there(straigh
     assert weights(tmp_path / "run") == weights(straight)
 
 
-def test_a_ring_goes_on_though_it_has_evicted_what_its_checkpoint_had(tmp_path):
+def test_a_ring_continues_although_it_has_evicted_what_its_checkpoint_had(tmp_path):
     """It holds one rollout, and a failure in step 4 leaves the checkpoint of step 2: what had to go is not missed."""
     pipeline = tiny(
         collect__prompts_per_rollout="2", learn__steps="5", learn__checkpoint_every="2", learn__epochs="1",

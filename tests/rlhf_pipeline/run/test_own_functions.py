@@ -156,7 +156,7 @@ def test_a_wrong_function_is_refused_before_anything_is_sampled(own: Path, field
             assert not len(store)
 
 
-def test_a_file_on_the_command_line_is_recorded_and_its_edit_is_told(
+def test_a_file_on_the_command_line_is_recorded_and_its_edit_is_reported(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """The whole path is kept, so a resume from elsewhere finds it; foreign code needs --trust, which the text tells."""

@@ -359,7 +359,7 @@ def test_live_collectors_have_different_rollouts(memory, trajectories, short, mo
     b.close()
 
 
-def test_stored_rollouts_are_told_once_and_in_order(memory):
+def test_stored_rollouts_are_reported_once_and_in_order(memory):
     """Whatever the order in which they come; one that two have stored is one."""
     rollouts, known = BucketRollouts(bucket(memory)), RolloutSet(2)
     for number in (3, 0, 5, 2, 3):

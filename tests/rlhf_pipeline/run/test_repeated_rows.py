@@ -117,7 +117,7 @@ def test_an_edited_record_is_refused_by_name(drawn, tmp_path):
         run(DRAWN, run_dir=folder, resume=True)
 
 
-def test_damage_while_the_run_goes_on_stops_the_next_step_that_would_use_it(tmp_path):
+def test_damage_while_the_run_continues_stops_the_next_step_that_would_use_it(tmp_path):
     """The weights stay those of the step before, and the run goes on when the file is put back."""
     folder, all_rows = tmp_path / "run", changed(DRAWN, sample__batch_size="64")
     run(changed(all_rows, learn__steps="2"), run_dir=folder)

@@ -134,7 +134,7 @@ def test_stale_trajectories_are_weighed_by_their_effective_sample_size(tmp_path)
     assert 0 < line["ess_weight"] < 1
 
 
-def test_a_replay_goes_on_where_it_stopped(tmp_path):
+def test_a_replay_continues_where_it_stopped(tmp_path):
     """Stopped after every second step by lowering the limit, and resumed though the store has grown: the same end."""
     store = make_store(tmp_path / "store", groups=(4,) * 4, lacks=("log_probs",))
     run(offline(store, steps=6), run_dir=tmp_path / "straight")
@@ -152,7 +152,7 @@ def test_a_replay_goes_on_where_it_stopped(tmp_path):
         run(offline(store, replay={"filters": ("reward>0",)}), run_dir=tmp_path / "parts", resume=True)
 
 
-def test_what_was_gathered_is_said_and_recorded(tmp_path):
+def test_what_was_gathered_is_reported_and_recorded(tmp_path):
     """One notice with every count; the sources in gather.json, and their paths in config.json."""
     rewards = [0.0, float("nan"), 1.0, 1.0]
     store = make_store(tmp_path / "store", groups=(4,), lacks=("log_probs", "advantage"), rewards=rewards)
@@ -327,7 +327,7 @@ def small_run(tmp_path, monkeypatch, capsys):
     return tmp_path / "runs" / "small"
 
 
-def test_the_command_repeats_a_run_and_says_so(small_run, capsys):
+def test_the_command_repeats_a_run_and_reports_it(small_run, capsys):
     """Definition, changes and seed are the run's; a changed figure is found; the folder is looked at like any other."""
     assert main(["replay", "runs/small"]) == 0
     out = capsys.readouterr().out

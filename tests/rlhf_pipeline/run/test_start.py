@@ -198,7 +198,7 @@ def dies_after(step: int) -> Callable[[Event], None]:
     return on_event
 
 
-def test_an_adaptive_coefficient_goes_on_after_a_kill(tmp_path):
+def test_an_adaptive_coefficient_continues_after_a_kill(tmp_path):
     """Rollouts that were stored after the checkpoint advance the controller again, so the weights come out the same."""
     changes = {"write__kl_coef": "0.5", "write__kl_target": "0.01", "write__kl_horizon": "20"}
     changes |= {"learn__epochs": "1", "learn__checkpoint_every": "4"}

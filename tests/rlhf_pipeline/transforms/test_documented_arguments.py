@@ -136,7 +136,7 @@ def test_group_advantage_by_position_and_with_other_keys():
     assert out.get("advantage", None) is None
 
 
-def test_verbose_says_what_was_written(make_rows, caplog):
+def test_verbose_reports_what_was_written(make_rows, caplog):
     """One line for the groups of a call; none by default."""
     with caplog.at_level(logging.INFO, logger="rlhf_pipeline"):
         MCAdvantage(2).inv(lazy_stack(make_rows([4, 5])))

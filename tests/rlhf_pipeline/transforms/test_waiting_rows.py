@@ -65,7 +65,7 @@ def path(size=3):
     return Compose(MCAdvantage(size), KLRewardTransform(coef=0.3))
 
 
-def test_every_group_goes_on_after_a_kill(open_buffer, make_rows, to_form, form, tmp_path):
+def test_every_group_continues_after_a_kill(open_buffer, make_rows, to_form, form, tmp_path):
     """Members before and after the kill make the group that an undisturbed buffer makes, bit for bit."""
     rows = make_rows([4, 5, 6, 7, 8, 9], group_size=3, rewards=[0.0, 1.0, 2.0, 5.0, 0.1, 8.0])
     straight = TrajectoryReplayBuffer(storage=TrajectoryStorage(tmp_path / "straight"), transform=path())

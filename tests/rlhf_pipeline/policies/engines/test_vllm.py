@@ -57,7 +57,7 @@ class TestVLLM(EngineContract):
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
-def test_without_vllm_the_message_says_what_to_install(tmp_path: Path):
+def test_without_vllm_the_message_reports_what_to_install(tmp_path: Path):
     """And what to sample with instead."""
     with pytest.raises(DefinitionError, match=r"pip install 'rlhf-pipeline\[vllm\]'.*collect.engine=slots"):
         VLLMEngine(tmp_path, num_slots=1, vocab=VOCAB)

@@ -70,7 +70,7 @@ def test_what_taught_nothing_is_the_ledgers_word(browser: Any, wide: tuple[Path,
             assert wrong == []
 
 
-def test_a_search_goes_on_to_its_end(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_search_runs_to_its_end(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A text in the oldest row is found without a click; Esc stops and says how far it looked, and it can go on."""
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # so each answer comes after one block

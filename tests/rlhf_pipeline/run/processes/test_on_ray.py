@@ -13,7 +13,7 @@ from rlhf_pipeline.run.processes.on_ray import HERE, on_ray
 
 
 @pytest.mark.parametrize("there", [None, SimpleNamespace(__version__="2.49.1")], ids=["absent", "too old"])
-def test_without_ray_the_line_to_type_is_said(tmp_path, monkeypatch, there):
+def test_without_ray_the_line_to_type_is_reported(tmp_path, monkeypatch, there):
     """One sentence, before anything is made."""
     monkeypatch.setitem(sys.modules, "ray", there)
     with (
