@@ -186,7 +186,7 @@ def choose(view: View) -> list[int]:
     places = np.unique(np.linspace(0, max(len(rows) - 1, 0), 4 * _EACH).round().astype(np.int64))[: len(rows)]
     spread = rows.arrivals.take(places) if len(rows) else rows[:0]
     versions = view.stored.scalars("policy_version", spread)
-    sample = np.random.default_rng(0).choice(len(rows), min(4 * _EACH, len(rows)), replace=False)
+    sample = np.random.default_rng(0).choice(len(rows), min(8 * _EACH, len(rows)), replace=False)
     parts: list[Ids] = [rows[:_EACH], rows[-_EACH:], *extremes, failed[-_EACH:], *_of_steps(view)]
     if versions is not None:
         parts.append(spread[np.unique(versions, return_index=True)[1]])

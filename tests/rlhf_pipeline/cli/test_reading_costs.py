@@ -56,8 +56,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Cost]
         run = prolonged(first, folder / str(rows), rows // 2)
         for name, words in READING.items():
             words = [run if word == "RUN" else folder / word if word.endswith(".html") else word for word in words]
-            codes = (1,) if name == "status" else (0,)  # the run has stopped before its end
-            measured[name][rows] = rlhf(*words, codes=codes, tries=2 if name in ENDS else 1)
+            measured[name][rows] = rlhf(*words, tries=2 if name in ENDS else 1)
     return measured
 
 

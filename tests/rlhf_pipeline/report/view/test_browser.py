@@ -89,6 +89,7 @@ def test_from_an_evaluation_to_its_rows(browser: Any, is_report: bool, tmp_path:
         page.wait_for_selector("h2:has-text('Evaluation of the weights')")
         assert f"reward {means[-1]:.3f} (" in page.locator("p.facts").last.inner_text()
         page.locator(f"a[href='#/0~{shown['store']}/trajectories?where=version%3D%3D6']").click()
+        page.wait_for_selector("h1:has-text('Trajectories')")  # the step's page has rows, too
         page.wait_for_selector("a.row")
         assert page.locator("a.row").count() == 20
         page.locator("a.row").first.click()
