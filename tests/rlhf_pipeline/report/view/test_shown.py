@@ -117,7 +117,9 @@ def test_all_that_a_report_shows_can_be_clicked(browser: Any, wide: tuple[Path, 
         opened_steps = set[str]()
         for place in range(10):
             go(page, report.as_uri(), "runs")
-            box = page.locator(".plot[data-name=loss] .u-over").bounding_box()
+            curve = page.locator(".plot[data-name=loss] .u-over")
+            curve.scroll_into_view_if_needed()
+            box = curve.bounding_box()
             at = box["x"] + 2 + (box["width"] - 4) * place / 9
             page.mouse.move(at, box["y"] + 20)
             page.mouse.click(at, box["y"] + 20)
@@ -253,7 +255,9 @@ def test_a_click_in_a_comparison_opens_the_run_under_it(browser: Any, run_dir: P
     with serving(run_dir, other) as url, opened(browser, url, viewport={"width": 1440, "height": 900}) as (page, wrong):
         for share, number in ((0.05, "1"), (0.95, "0")):
             go(page, url, "runs")
-            box = page.locator(".plot[data-name=loss] .u-over").bounding_box()
+            curve = page.locator(".plot[data-name=loss] .u-over")
+            curve.scroll_into_view_if_needed()
+            box = curve.bounding_box()
             page.mouse.move(box["x"] + box["width"] / 2, box["y"] + share * box["height"])
             page.mouse.click(box["x"] + box["width"] / 2, box["y"] + share * box["height"])
             page.wait_for_selector("h1:has-text('Step')")
