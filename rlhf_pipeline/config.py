@@ -584,9 +584,7 @@ class Evaluate(Settings):
         help=("Number of prompts: the first prompts of the source in a fixed order, or all if there are fewer."),
     )
     group_size: int = setting(1, min=1, help="Completions per prompt; pass@k needs at least k completions.")
-    temperature: float = setting(
-        1.0, min=0, help=("Sampling temperature; sampling temperature; 0 selects the most probable token.")
-    )
+    temperature: float = setting(1.0, min=0, help=("Sampling temperature; 0 selects the most probable token."))
     top_k: int | None = setting(
         None, min=0, help="Draw from the `top_k` most probable tokens; 0 for all, None uses `collect.top_k`."
     )

@@ -762,7 +762,7 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
         elsewhere[last_position(keep, lengths)] = False
         if bool(elsewhere.any()):
             raise DataError(
-                "the batch has rewards on tokens other than the last, and the store has no column for them: create "
+                "the batch has rewards on tokens other than the last, but the store has no column for them: create "
                 "it with schema=trajectory_schema(token_rewards=True)"
             )
     if isinstance(task, Flat):

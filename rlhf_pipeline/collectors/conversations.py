@@ -323,7 +323,7 @@ class Conversations:
         if not tools:
             return RenderedTools()
         if not self.has_template:
-            raise DefinitionError("the environment has tools, and the tokenizer has no chat template to show them.")
+            raise DefinitionError("the environment has tools, but the tokenizer has no chat template to show them.")
         schemas = [schema_of(tool) for tool in tools]
         name = json.dumps(schemas, sort_keys=True)
         if name not in self._parsers:

@@ -60,12 +60,14 @@ class LossSettings(GRPO):
     max_completion_tokens: int | None = setting(
         None, help='The constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.'
     )
-    temperature: float | None = setting(None, above=0, help="Of scoring; None is the actor's own, or 1 if it has none.")
+    temperature: float | None = setting(
+        None, above=0, help=("Temperature of scoring; None is the temperature of the actor, or 1 if it has none.")
+    )
     head: Literal["auto", "fused", "recompute"] = setting(
         "auto", help="`fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; anything), or `auto`."
     )
     chunk_size: int | None = setting(None, min=1, help="Rows per chunk of the head; None is chosen by its size.")
-    padding_side: Side = setting("right", help="Where ragged leaves are padded; all share one side.")
+    padding_side: Side = setting("right", help="The side on which all ragged leaves are padded.")
 
     @property
     def is_token_level(self) -> bool:

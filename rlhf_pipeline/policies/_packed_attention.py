@@ -159,7 +159,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     if scaling is not None and scaling != q.shape[-1] ** -0.5:
         if "scale" not in names:
             raise PackedUnsupported(
-                f"this torch's variable-length attention takes no scale, and the model's is {scaling}"
+                f"this torch's variable-length attention takes no scale, but the model's scale is {scaling}"
             )
         options["scale"] = scaling
     if k.shape[1] != q.shape[1]:

@@ -36,7 +36,7 @@ class AdvantageSettings(WritePath):
     rewards_key: Key = setting(REWARD, help="Key of the rewards. If missing, `task_reward` is used.")
     advantage_key: Key = setting(ADVANTAGE, help="Key of the advantage.")
     done_key: Key = setting(
-        DONE, help="True at the last step of a trajectory. If missing, every row is a whole trajectory."
+        DONE, help="True at the last step of a trajectory. If missing, every row is a complete trajectory."
     )
     verbose: bool = setting(False, help="Log a line for every batch of complete groups.")
     trajectory_return: Literal["sum", "mean", "max"] | None = setting(
@@ -47,20 +47,20 @@ class AdvantageSettings(WritePath):
     keep_return_bounds: tuple[float, float] | None = setting(
         None,
         finite=False,
-        help="Groups whose mean return is not strictly inside are left out (dynamic sampling).",
+        help="Groups whose mean return is not strictly inside these bounds are excluded (dynamic sampling).",
     )
     group_key: Key | None = setting(
         None, help="Identity of the group. None takes `group_id` if present, otherwise `prompt_key`."
     )
     clock: Callable[[], float] = setting(
-        time.time, help="Returns the time in seconds. Waiting outlives a process, so the default is the time of day."
+        time.time, help="Returns the time in seconds. Groups wait across processes, so the default is the time of day."
     )
     batch_groups: int | None = setting(
         None,
         min=1,
         help="Groups per batch. The integer `group_id` divided by this, rounded down, is the number of the batch. "
-        "Groups of a batch wait for each other, so the batch is the same in whatever order its trajectories arrive. "
-        "None for estimators that need no batch.",
+        "Groups of a batch wait for each other, so the batch does not depend on the order in which its "
+        "trajectories arrive. None for estimators that need no batch.",
     )
     scored_in: torch.dtype = setting(
         torch.float32,

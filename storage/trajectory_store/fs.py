@@ -137,12 +137,12 @@ def open_fd(path: Path | str, flags: int) -> int:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise CorruptionError(
-                f"{path} is a link or a pipe, not a regular file. Replace it with the file."
+                f"{path} is a link or a pipe, not a regular file. Restore the original file."
             ) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise CorruptionError(f"{path} is not a regular file. Replace it with the file.")
+        raise CorruptionError(f"{path} is not a regular file. Restore the original file.")
     return fd
 
 
@@ -176,7 +176,7 @@ def read_part(path: Path | str, start: int, count: int) -> bytes:
 def check_folder(path: Path | str) -> None:
     """Refuse a folder that is a link."""
     if stat.S_ISLNK(os.lstat(path).st_mode):
-        raise CorruptionError(f"{path} is a link, not a folder. Replace it with the folder.")
+        raise CorruptionError(f"{path} is a link, not a folder. Restore the original folder.")
 
 
 def pwrite(fd: int, data: Data, offset: int) -> None:

@@ -136,7 +136,7 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the trajectories of the steps, as what a record has: of token ids, or of messages without them."""
     for place, step in enumerate(steps):
         if part_of(step, "metrics").get("completion_token_ids") and step.get("source") != "agent":
-            raise DataError(f"steps[{place}] has sampled tokens, and its source is {step.get('source')!r}.")
+            raise DataError(f"steps[{place}] has sampled tokens, but its source is {step.get('source')!r}.")
     agents = [place for place, step in enumerate(steps) if _is_sampled(step)]
     with_ids = [place for place in agents if part_of(steps[place], "metrics").get("completion_token_ids") is not None]
     if not agents:

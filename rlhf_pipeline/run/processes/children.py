@@ -41,38 +41,38 @@ class SupervisorConfig(Settings):
     collectors: int = setting(1, min=1, help="Processes that collect.")
     learners: int = setting(1, min=1, help="Processes that share each step; see `learner.distributed`.")
     first_delay_s: float = setting(
-        1.0, min=0, help="Seconds until a process that died is started again; doubled with every failure in a row."
+        1.0, min=0, help="Seconds until a process that died is restarted; doubled with every consecutive failure."
     )
-    max_delay_s: float = setting(60.0, min=0, help="The longest of these waits.")
+    max_delay_s: float = setting(60.0, min=0, help="Maximum delay of a restart, in seconds.")
     max_failures: int = setting(
         5,
         min=1,
-        help="Give up after this many failures of a process in a row, while the learner took no new step. A process "
-        "that stores a rollout or takes a step starts at 0 again.",
+        help="Stop after this many consecutive failures of a process without a new step of the learner. A stored "
+        "rollout or a step resets the count.",
     )
     start_timeout_s: float = setting(
         300.0,
         min=0,
-        help="Kill a process that has not said anything this long after its start: imports, on a cold disk, take a "
-        "while.",
+        help="Kill a process that has not reported this many seconds after its start. Imports from a cold disk are "
+        "slow.",
     )
     hang_timeout_s: float = setting(
         60.0,
         min=0,
-        help="Kill a process whose heartbeat is older. A thread renews it every two seconds, so a long rollout or step "
-        "is fine; a process that is frozen or stopped is not.",
+        help="Kill a process whose heartbeat is older than this, in seconds. A thread renews it every two seconds, "
+        "also during a long rollout or step; only a frozen or stopped process exceeds the limit.",
     )
     progress_timeout_s: float | None = setting(
         None,
         min=0,
-        help="Kill a process that has been in one rollout or step for longer, for example in a reward function that "
-        "hangs. None never does: how long they may take is up to the task.",
+        help="Kill a process that spends more than this many seconds in one rollout or step, for example in a "
+        "hanging reward function. None sets no limit, because the duration depends on the task.",
     )
     stop_timeout_s: float = setting(
         120.0,
         min=0,
-        help="How long processes may take to finish and save when they are asked to stop; then they are killed, which "
-        "loses work and nothing that was acknowledged.",
+        help="Seconds that processes have to finish and save after a stop is requested. After that they are killed: "
+        "unfinished work is lost, acknowledged rows are not.",
     )
 
     def delay_s(self, failures: int) -> float:
