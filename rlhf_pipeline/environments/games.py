@@ -53,11 +53,11 @@ class LakeMaps(Settings):
     True
     """
 
-    size: int = setting(4, min=2, help="Cells of a side.")
-    most_holes: int = setting(4, min=0, help="The most holes of a map; at least half as many are in each.")
-    held_out: bool = setting(False, help="Give the maps that are held out, and none of the others.")
+    size: int = setting(4, min=2, help="Number of cells per side.")
+    most_holes: int = setting(4, min=0, help="Maximum number of holes in a map; each map has at least half as many.")
+    held_out: bool = setting(False, help="Use only the held-out maps.")
     start_anywhere: bool = setting(
-        False, help="Start in any safe cell, not only in the first corner: dead ends are then seen more often."
+        False, help="Start in any safe cell, not only in the first corner, so that dead ends occur more often."
     )
 
     @property
@@ -215,10 +215,10 @@ class Warehouses(Settings):
     True
     """
 
-    size: int = setting(6, min=4, max=10, help="Cells of a side, the walls of the edge included.")
-    most_moves: int = setting(4, min=1, help="The most moves of a shortest solution.")
-    most_walls: int = setting(1, min=0, help="The most walls inside.")
-    held_out: bool = setting(False, help="Give the warehouses that are held out, and none of the others.")
+    size: int = setting(6, min=4, max=10, help="Number of cells per side, including the outer walls.")
+    most_moves: int = setting(4, min=1, help="Maximum number of moves of a shortest solution.")
+    most_walls: int = setting(1, min=0, help="Maximum number of inner walls.")
+    held_out: bool = setting(False, help="Use only the held-out warehouses.")
 
     @property
     def as_chat(self) -> bool:
