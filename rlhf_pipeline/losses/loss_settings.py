@@ -42,7 +42,7 @@ class LossSettings(GRPO):
     kl_mask_threshold: float | None = setting(
         None,
         min=0,
-        help="Leave out tokens with `(log pi - log behaviour)^2 / 2` above this; None or 0 leaves out none. Without "
+        help="Exclude tokens with `(log pi - log behaviour)^2 / 2` above this; None or 0 excludes none. Without "
         '`"loss_weight"` the weights come from the counts of the remaining tokens, as in TorchRL; with it, the weights '
         "stay.",
     )

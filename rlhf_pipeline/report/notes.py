@@ -73,7 +73,7 @@ class Notes:
         name, sign, text = match.groups()
         word = json.loads(text) if text.startswith('"') else text
         if name == "noted" and word.lower() not in ("true", "false"):
-            raise DefinitionError(f"noted is true or false, got {word!r}.")
+            raise DefinitionError(f"noted must be true or false; the condition has {word!r}.")
         rows = [row for row, note in self.read().items() if name == "noted" or word in note["labels"]]
         is_negated = (sign == "!=") != (name == "noted" and word.lower() == "false")
         return f"{'not ' * is_negated}id in ({''.join(f'{row},' for row in rows)})"
