@@ -397,7 +397,7 @@ class WritePath(Settings):
 
     @property
     def drops_groups(self) -> bool:
-        """Whether groups without spread are left out of the store."""
+        """Whether groups without spread are excluded from the store."""
         return self.zero_variance == "drop"
 
     @property
@@ -630,7 +630,7 @@ class Evaluate(Settings):
     )
 
     def sampling(self, collect: Collect) -> Collect:
-        """Return how its completions are sampled: as those that are learned from, where it does not say."""
+        """Return how its completions are sampled: as for learning, unless it specifies otherwise."""
         overrides = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "max_new_tokens")}
         overrides = {name: value for name, value in overrides.items() if value is not None}
         if not self.temperature:
@@ -665,14 +665,14 @@ def evaluation_sets(evaluate: Evaluate | Mapping[str, Evaluate] | None) -> dict[
 
 
 def deciding_set(sets: Mapping[str, Evaluate]) -> str | None:
-    """Return the name of the set that says which weights are the best: the one that names `best`, else the first."""
+    """Return the name of the set that decides which weights are the best: the one that sets `best`, else the first."""
     keeping = [name for name, settings in sets.items() if settings.keep_best]
     return next((name for name in keeping if sets[name].best is not None), keeping[0] if keeping else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DPPO(Settings):
-    """The trust region of `objective=dppo`, around the sampler's probability of each token.
+    """The trust region of `objective=dppo` around the sampler's probability of each token.
 
     Source: arXiv:2602.04879, equations 11 to 14; `functional.policy_loss.dppo_loss` has the formula.
     """
@@ -827,7 +827,7 @@ class GRPO(Settings):
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio is clipped; 1 below means no lower clip."""
+        """The distances below and above 1 at which the ratio is clipped; 1 below means no lower clip."""
         none = 1.0 if self.objective == "cispo" else 0.2
         return (none if self.clip_low is None else self.clip_low), self.clip_high
 
@@ -1139,7 +1139,7 @@ class Pipeline(Settings):
 
     @property
     def curriculum(self) -> Curriculum | None:
-        """Of the prompts, if the run takes any."""
+        """The curriculum of the prompts, if there is one."""
         return self.prompts.curriculum if self.replay is None and isinstance(self.prompts, Mix) else None
 
     @property
@@ -1169,12 +1169,12 @@ class Pipeline(Settings):
 
     @property
     def step_size(self) -> int:
-        """Trajectories of a step where `sample.batch_size` does not say."""
+        """Trajectories of a step if `sample.batch_size` is not set."""
         return self.collect.rollout_size // self.learn.minibatches
 
     @property
     def max_staleness(self) -> int:
-        """The largest age at which a trajectory is learned from: the last step on its own rollout is never too late."""
+        """The largest age at which a trajectory is learned from: the last step on its rollout is never too late."""
         return max(self.buffer.max_staleness, self.learn.steps_per_rollout - 1)
 
     @property
@@ -1184,7 +1184,7 @@ class Pipeline(Settings):
 
     @property
     def longest_completion(self) -> int:
-        """The most tokens that the policy samples in a trajectory."""
+        """The maximum number of tokens that the policy samples in a trajectory."""
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
 
     def _named_figures(self) -> Iterator[tuple[bool, str]]:

@@ -62,7 +62,7 @@ def _json(config: object, within: tuple[int, ...]) -> Any:
 
 
 _LONGEST_ATTRIBUTE: Final = 4096
-"""Characters of an object's attribute that are recorded as they are."""
+"""Characters of an object's attribute that are recorded unchanged."""
 
 
 def _object_json(config: object, within: tuple[int, ...]) -> dict[str, Any]:
@@ -118,16 +118,17 @@ def _no_code(text: str) -> Any:
 
 
 def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
-    """Return a copy of a definition with one field replaced, as `--set path=text` does.
+    """Return a copy of a definition with one field replaced, like `--set path=text`.
 
     Args:
         config: a definition, for example a `Pipeline`.
         path: the field's dotted path, for example `learn.lr`.
-        text: the new value as on a command line; parsed by the field's type.
+        text: the new value as typed on a command line; parsed by the field's type.
         code: finds the function that a text names, for a field that may hold one.
 
     Raises:
-        DefinitionError: there is no such field, with the nearest one, or the text does not match its type.
+        DefinitionError: there is no such field (the message suggests the nearest one), or the text does not match its
+            type.
     """
     return override_all(config, [(path, text)], code)
 
@@ -189,7 +190,7 @@ def _near(config: object, typed: str, names: list[str]) -> str:
 
 
 def _default_of(hint: Any) -> Any:
-    """Return the default of a group of fields that a definition leaves out; None if the hint is not a group."""
+    """Return the default of a group of fields that a definition omits; None if the hint is not a group."""
     kinds = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
     return cast(Any, kinds[0])() if kinds else None
 

@@ -178,7 +178,7 @@ _LOADED: dict[str, ModuleType] = {}
 def share_with_workers() -> None:
     """Make functions of files that were run by path available to other processes.
 
-    cloudpickle sends such a function by name unless told to send its code. This does nothing until cloudpickle has been
+    cloudpickle sends such a function by name by default, without its code. This is a no-op until cloudpickle has been
     imported, and is called again once torchrl has imported it.
     """
     cloudpickle = sys.modules.get("cloudpickle")

@@ -13,7 +13,7 @@
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
     +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
     +-- RewardError (RuntimeError)        every reward call of a step failed
-    +-- StopAskedError (RuntimeError)     a signal asked to stop while reward calls ran; nothing of it is stored
+    +-- StopAskedError (RuntimeError)     a signal asked to stop while reward calls ran; no part of it is stored
     +-- EngineError (RuntimeError)        an external engine cannot be reached, or gives an invalid answer
     +-- ProcessFailedError (RuntimeError) a process of a run cannot be kept alive
 
@@ -60,11 +60,11 @@ _PENALTY: Final = (
 _REFUSED: Final[Mapping[str, str]] = dict.fromkeys(
     ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), _PENALTY
 )
-"""Options of other samplers that are left out on purpose, each with the reason."""
+"""Options of other samplers that are deliberately excluded, each with the reason."""
 
 
 def no_such_field(name: str, names: Iterable[str]) -> str:
-    """Return what to say of a field that a definition does not have: why it is left out, or the nearest one.
+    """Return the message about a field that a definition does not have: why it is excluded, or the nearest one.
 
     >>> no_such_field("lrr", ["lr", "steps"])
     " Did you mean 'lr'?"

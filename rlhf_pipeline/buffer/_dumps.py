@@ -48,7 +48,7 @@ def copy_rows(source: TrajectoryStore, target: TrajectoryStore, ids: np.ndarray,
 def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path, *, first_slot: int) -> None:
     """Write a copy under `path`.
 
-    The copy gets a folder of its own, and a pointer file is replaced once it is complete, so a kill at any moment
+    The copy gets a separate folder, and a pointer file is replaced once it is complete, so a kill at any moment
     leaves either the old dump or the new one.
     """
     path.mkdir(parents=True, exist_ok=True)

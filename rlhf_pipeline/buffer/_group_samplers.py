@@ -74,7 +74,7 @@ class GroupStrategy(TrajectorySampler):
 
     @abc.abstractmethod
     def _rank(self, view: StoreView, groups: Groups, rng: np.random.Generator) -> Ints:
-        """Return the groups to draw, in order; groups left out are never drawn."""
+        """Return the groups to draw, in order; excluded groups are never drawn."""
 
     def _members(self, view: StoreView, rows: Ints) -> Ints:
         """Return the trajectories to take from a drawn group: all of them by default."""
@@ -125,7 +125,7 @@ class SuccessSampler(GroupStrategy):
     Groups are put into buckets of equal width by the share of their trajectories whose task reward reaches
     `threshold`. A bucket's probability follows a normal curve of its middle around `target`, and within a bucket all
     groups are equally likely, so that many easy groups do not crowd out the rest. Groups in which all or none succeeded
-    teach nothing and are left out. Source: ExGRPO, https://arxiv.org/abs/2510.02245.
+    teach nothing and are excluded. Source: ExGRPO, https://arxiv.org/abs/2510.02245.
 
     >>> SuccessSampler(buckets=4).success_buckets(np.array([0.0, 0.25, 0.5, 0.9, 1.0])).tolist()
     [0, 1, 2, 3, 3]

@@ -58,7 +58,7 @@ class SlotMap:
 
     @property
     def aside(self) -> np.ndarray:
-        """int64: the ids of the rows without a slot: they wait, or waited and were left out of learning."""
+        """int64: the ids of the rows without a slot: they wait, or waited and were excluded from learning."""
         return np.concatenate([self._waits, self._left]) if len(self._left) else self._waits
 
     @property
@@ -78,7 +78,7 @@ class SlotMap:
         return slots if first + n <= self.max_size else slots % self.max_size
 
     def of(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slots of the given rows, one at least; rows without a slot are left out."""
+        """Return the slots of the given rows, one at least; rows without a slot are excluded."""
         order = np.argsort(ids)
         at = order[np.searchsorted(ids, self.rows, sorter=order).clip(max=len(ids) - 1)]
         slots = np.flatnonzero(ids[at] == self.rows)
@@ -163,7 +163,7 @@ class SlotMap:
         return slots
 
     def leave_out(self, ids: np.ndarray) -> None:
-        """Mark rows that waited as left out of learning."""
+        """Mark rows that waited as excluded from learning."""
         self._waits = self._waits[~np.isin(self._waits, ids)]
         self._left = np.concatenate([self._left, ids])
 

@@ -37,7 +37,7 @@ class StoreView:
         ids: int64 `[n]`, row ids in the order of arrival.
         version: the learner's version; None takes the newest policy version in the view.
         uses: how often each row has been used, `[n]`; None reads what `ConsumingSampler` counted in this store.
-        newest: bool `[n]`, which rows are of the newest rollout; None if their age tells, as in a single process.
+        newest: bool `[n]`, which rows are of the newest rollout; None if their age shows it, as in a single process.
     """
 
     store: StoreReads

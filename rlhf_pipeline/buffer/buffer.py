@@ -227,7 +227,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             return self._complete_stored(advantage, self._write(rows)) if write else self._write(None)
 
     def extend_raw(self, tensordicts: TensorDictBase | None) -> torch.Tensor:
-        """Commit trajectories as they are, bypassing the write path."""
+        """Commit trajectories unchanged, bypassing the write path."""
         return self._write(tensordicts)
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -277,7 +277,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         return slots if len(slots) else slots[:, None]
 
     def _drawable(self, slots: torch.Tensor, rows: Trajectories | None = None) -> None:
-        """Tell writer and sampler of slots whose rows may be drawn now."""
+        """Notify writer and sampler of slots whose rows may be drawn now."""
         if len(slots):
             writer: Any = self.writer
             writer.count(slots, rows)
@@ -405,7 +405,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             version: the learner's version.
             at: a snapshot, which fixes rows and values; or a watermark, which fixes the rows (if one process writes),
                 with their current values; None is the current state.
-            start: leave out rows that arrived before this watermark.
+            start: exclude rows that arrived before this watermark.
             uses: row ids that count as used, once for each time they are named (a ledger); None reads what
                 `ConsumingSampler` counted in this store.
 

@@ -27,15 +27,15 @@ def check_rows(store: StoreReads, row_ids: np.ndarray) -> None:
 
 
 def sound_rows(store: TrajectoryStore, row_ids: np.ndarray | None = None, *, skip: bool) -> np.ndarray:
-    """Return the rows that are as they were stored, int64 [m], in the same order.
+    """Return the rows that match what was stored, int64 [m], in the same order.
 
     Args:
         store: the store.
         row_ids: int64 [n]; None for all, those that are known to be damaged among them.
-        skip: leave damaged rows out; otherwise they are an error.
+        skip: exclude damaged rows; otherwise they are an error.
 
     Raises:
-        DataError: some are damaged, and they are not to be left out.
+        DataError: some are damaged, and they are not to be excluded.
     """
     try:
         return store.intact(row_ids, skip_damaged=skip)

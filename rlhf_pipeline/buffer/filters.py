@@ -27,10 +27,10 @@ def select(store: TrajectoryStore, conditions: Sequence[str] = (), ids: Ids | No
             in Python's words: see `trajectory_store.where.evaluate`. Names are, besides the columns: `id`, that
             of the row; `num_tokens` and `num_completion_tokens` (those of the policy); `reward`, `version`, `group` and
             `date` for task_reward, policy_version, group_id and created_at.
-        ids: of these, [N] int64; None for all, in the order of arrival.
+        ids: select from these, [N] int64; None for all, in the order of arrival.
 
     Raises:
-        DefinitionError: a condition cannot be read, or names no column.
+        DefinitionError: a condition is not valid, or has an unknown column.
         MissingRowError: one of `ids` is not in the store.
 
     >>> import tempfile

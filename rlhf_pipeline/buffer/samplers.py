@@ -183,7 +183,7 @@ class AnchoredSampler(TrajectorySampler):
         self._newest = NewestSampler(steps_per_rollout=self.steps_per_rollout)
 
     def _choose(self, view: StoreView, allowed: Ints, most: int, rng: np.random.Generator) -> Ints:
-        # An update later the newest rollout is a version older: nothing but the version tells where in the turn we are.
+        # After one update, the newest rollout is one version older: only the version shows the position in the turn.
         version = int(view.column("policy_version").max()) if view.version is None else view.version
         part = self._newest if version % self.steps_per_rollout == 0 else self.replay
         eligible = part.eligible(view)

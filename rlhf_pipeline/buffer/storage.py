@@ -194,7 +194,7 @@ class TrajectoryStorage(Storage):
             set_cursor: remember the last slot for TorchRL.
 
         Raises:
-            DataError: if the data are not whole trajectories, or do not fit the cursor or the schema.
+            DataError: if the data are not complete trajectories, or do not fit the cursor or the schema.
             StoreError: if the store could not take them; then none of them is stored.
         """
         if isinstance(data, (list, tuple)):
@@ -260,7 +260,7 @@ class TrajectoryStorage(Storage):
         return self._slots.waits
 
     def ready(self, row_ids: np.ndarray, then: StoreReads | None = None) -> np.ndarray | None:
-        """Return which rows neither wait for their group nor were left out of it, bool `[n]`; None if all may be drawn.
+        """Return which rows neither wait for nor were excluded from their group, bool `[n]`; None if all may be drawn.
 
         Args:
             row_ids: int64 `[n]`.

@@ -22,7 +22,7 @@ class NewIds:
         self._before: Snapshot | None = store.snapshot() if skip_stored else None
 
     def take(self) -> Ints:
-        """Return the new ids, int64, in the order of arrival; rows evicted since are left out."""
+        """Return the new ids, int64, in the order of arrival; rows evicted since are excluded."""
         before, watermark = self._before, self._store.watermark
         if before is not None and watermark == before.watermark:
             return np.empty(0, np.int64)

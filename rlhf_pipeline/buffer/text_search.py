@@ -18,7 +18,7 @@ _BLOCK_ROWS = 1 << 16
 
 
 def stored_bytes(store: TrajectoryStore, name: str, ids: Ids) -> RaggedArray:
-    """Return a text or bytes column as it is stored, without decoding."""
+    """Return a text or bytes column in stored form, without decoding."""
     column = store.schema[name]
     batch = store.read_batch(ids, Schema([column]))
     if name not in batch.values:  # given to none of the rows
@@ -28,7 +28,7 @@ def stored_bytes(store: TrajectoryStore, name: str, ids: Ids) -> RaggedArray:
 
 
 def text_bytes(store: TrajectoryStore, name: str, ids: Ids) -> tuple[npt.NDArray[np.uint8], Ids]:
-    """Return a text column as it is stored, without decoding: UTF-8 bytes, [bytes], and where rows begin, [N + 1]."""
+    """Return a text column in stored form, without decoding: UTF-8 bytes, [bytes], and where rows begin, [N + 1]."""
     rows = stored_bytes(store, name, ids)
     return rows.values, rows.offsets
 

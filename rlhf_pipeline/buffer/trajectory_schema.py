@@ -79,7 +79,7 @@ def named_reward(name: str) -> Column:
 def turn_reward(name: str) -> Column:
     """Return the column of what an environment gave under a name in each turn of the policy, without a weight.
 
-    It has an axis of its own, so that it can be added when a name first occurs.
+    It has a separate axis, so that it can be added when a name first occurs.
     """
     column = turn_reward_column(name)
     return Column(column, "float32", ragged=True, axis=column, fill=math.nan)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 a finding (damage, a difference, a problem), 2 a user error, 3 a failure that a retry may overcome
+    0 is success, 1 a finding (damage, a difference, a problem), 2 a user error, 3 a failure that may succeed on a retry
     (`collect`, `learn`), 130, 143 and 129 a run that was stopped by SIGINT, SIGTERM or SIGHUP and saved.
     """
     debug = False

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline collect`: one collector of a run, in a process of its own."""
+"""`rlhf-pipeline collect`: one collector of a run, in a separate process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ examples:
   rlhf-pipeline collect --run runs/mine                  in a third: one more collector
 
 `rlhf-pipeline run long_running --collectors 2` starts all of them and restarts processes that die.
-Exit code 3: a failure that a retry may overcome (the reward function, the disk)."""
+Exit code 3: a failure that may succeed on a retry (the reward function, the disk)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

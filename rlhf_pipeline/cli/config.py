@@ -24,7 +24,7 @@ examples:
   rlhf-pipeline config ./my_task.py learn.lr
   rlhf-pipeline config metrics               the meaning and unit of each figure of metrics.jsonl
 
-`rlhf-pipeline run NAME --set learn.lr=3e-4` changes one."""
+To change a setting: `rlhf-pipeline run NAME --set learn.lr=3e-4`."""
 
 _NAME_WIDTH = 30
 _VALUE_WIDTH = 24
@@ -120,7 +120,7 @@ def _declared(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield f"{prefix}{item.name}", item
         if dataclasses.is_dataclass(declared):
             yield from _declared(declared, f"{prefix}{item.name}.")
-        else:  # a group that is left out
+        else:  # a group that is excluded
             for group in item.groups:
                 yield from paths_of(group, f"{prefix}{item.name}.")
 

@@ -48,7 +48,7 @@ def execute(args: argparse.Namespace) -> int:
     with Stored(path) as stored:
         options = {"filters": args.filters, "skip_damaged": args.skip_damaged, "on_rows": Ticker()}
         report = copy_store(stored.store, args.to, backend=args.backend, **options)
-    chosen = f", {report.num_left_out:,} left out" if report.num_left_out else ""
+    chosen = f", {report.num_left_out:,} excluded" if report.num_left_out else ""
     sizes = f"{disk_usage(path) / 1e6:.1f} MB -> {disk_usage(report.path) / 1e6:.1f} MB"
     took = duration(time.perf_counter() - started)
     say(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")

@@ -34,7 +34,7 @@ examples:
   rlhf-pipeline diff runs/copy_digits runs/again --ignore advantage
   rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
 
-Exit code 0 if the trajectories and the learning are the same, 1 if not, 2 if they cannot be compared.
+Exit code 0 if the trajectories and the optimizer steps are the same, 1 if not, 2 if they cannot be compared.
 Settings without an effect on results, and columns that only one side has, are listed but ignored."""
 
 
@@ -49,7 +49,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print the differences; return 0 if the trajectories and the learning are the same, otherwise 1."""
+    """Print the differences; return 0 if the trajectories and the optimizer steps are the same, otherwise 1."""
     from rlhf_pipeline.report.diff import compare_rows
     from rlhf_pipeline.report.diff_steps import compare_configs, compare_steps
     from rlhf_pipeline.report.stored import Stored

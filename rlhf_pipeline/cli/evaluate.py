@@ -185,7 +185,7 @@ def _of_run(args: argparse.Namespace, address: Address) -> EvaluationRequest:
 
 
 def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
-    """Return a definition that evaluates what the command line says."""
+    """Return a definition that evaluates what the command line specifies."""
     from rlhf_pipeline.config import Evaluate
     from rlhf_pipeline.data.prompts import Prompts
 

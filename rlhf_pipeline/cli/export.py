@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
         learnable=args.learnable,
         on_batch=Ticker(),
     )
-    chosen = f", {report.num_left_out:,} left out" if report.num_left_out else ""
+    chosen = f", {report.num_left_out:,} excluded" if report.num_left_out else ""
     say(
         f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, "
         f"{count(len(report.columns), 'column')}, {report.size_bytes / 1e6:.1f} MB, "

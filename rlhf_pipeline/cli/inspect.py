@@ -23,7 +23,7 @@ HELP = "count the trajectories of a run, and grade them again"
 DETAILS = """\
 Counts trajectories, groups and tokens. With --grade, calls the definition's reward function again on
 every stored prompt and completion, and compares the results with the stored rewards and metrics.jsonl.
-Without it nothing is called; rewards may cost money.
+Without --grade, no reward function is called, because calls may cost money.
 
 examples:
   rlhf-pipeline inspect runs/copy_digits

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline learn`: the learner of a run, in a process of its own."""
+"""`rlhf-pipeline learn`: the learner of a run, in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ examples:
   rlhf-pipeline learn --run runs/mine --steps 5000       continue a run that has ended
   torchrun --nproc-per-node 2 -m -- rlhf_pipeline learn --run runs/mine  two processes share each step
 
-Exit code 3: a failure that a retry may overcome (the disk, a live learner)."""
+Exit code 3: a failure that may succeed on a retry (the disk, a live learner)."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

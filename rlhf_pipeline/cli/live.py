@@ -39,7 +39,7 @@ _POINTS = 400
 
 
 class Screen:
-    """A run's frame, drawn in place; what is said meanwhile stands above it, and the last frame stays."""
+    """The frame of a run, drawn in place; messages are printed above it, and the last frame stays."""
 
     def __init__(
         self, path: Address, out: TextIO, *, clock: Callable[[], float] = time.time, console: Console | None = None
@@ -51,7 +51,7 @@ class Screen:
         self._live.start()
 
     def draw(self) -> None:
-        """Draw the run as it is now; the frame stays as it is where the run cannot be read, which another call may."""
+        """Draw the current state of the run; if the run cannot be read, keep the frame, as a later call may succeed."""
         console = self._live.console
         with suppress(PipelineError, StoreError):
             parts = list(frame(self._view, console.width, console.height, self._clock()))
@@ -62,7 +62,7 @@ class Screen:
         self._live.console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the frame as it is, with the cursor below it."""
+        """Leave the frame unchanged, with the cursor below it."""
         self._live.stop()
         self._view.close()
 

@@ -47,7 +47,7 @@ examples:
   rlhf-pipeline evaluate runs/mine --best         its best checkpoint on held-out prompts
   rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
 
-`rlhf-pipeline COMMAND --help` says more about each."""
+`rlhf-pipeline COMMAND --help` describes each."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,7 +76,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns, 100))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Break lines that are wider than the terminal between words; the others stay as they are."""
+        """Break lines that are wider than the terminal between words; the others stay unchanged."""
         lines = super()._fill_text(text, width, indent).splitlines()
         return "\n".join(_broken(line, width) if len(line) > width else line for line in lines)
 

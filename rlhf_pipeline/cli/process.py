@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.run import Run
 
 TRY_AGAIN: Final = 3
-"""The exit code of `collect` and `learn` after a failure that a retry may overcome: a full disk, a reward service."""
+"""The exit code of `collect` and `learn` after a failure that may succeed on a retry: a full disk, a reward service."""
 
 
 def conduct(

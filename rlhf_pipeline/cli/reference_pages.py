@@ -18,7 +18,7 @@ def commands_page() -> Iterator[str]:
     yield "This page describes every command of `rlhf-pipeline`. It is generated from the options of the commands:"
     yield "`rlhf-pipeline config commands --markdown > docs/commands.md`. Each also has `--help`, and `--debug`, which"
     yield "shows the traceback of an error. The exit code is 0 for success, 1 for a finding (corruption, a difference,"
-    yield "a problem), 2 for an error that the user can correct, 3 for a failure that a retry may overcome, and 130,"
+    yield "a problem), 2 for an error that the user can correct, 3 for a failure that may succeed on a retry, and 130,"
     yield "143 or 129 for a run that was stopped by SIGINT, SIGTERM or SIGHUP and saved."
     for name, command in build_parser()[1].items():
         yield from ("", f"## {name}", "", command.description or "", "", "```text", *_usage(command), "```", "")
@@ -62,8 +62,8 @@ def errors_page() -> Iterator[str]:
     yield "command prints the message and exits with code 2; `--debug` shows the traceback. For the most frequent"
     yield "errors, see [troubleshooting.md](troubleshooting.md)."
     for title, module, root in (
-        ("Of the pipeline", of_pipeline, of_pipeline.PipelineError),
-        ("Of the store", of_store, of_store.StoreError),
+        ("Errors of the pipeline", of_pipeline, of_pipeline.PipelineError),
+        ("Errors of the store", of_store, of_store.StoreError),
     ):
         yield from ("", f"## {title}", "", "`" + f"{module.__name__}`.", "")
         yield from ("| error | is also | when |", "|---|---|---|")

@@ -1,4 +1,4 @@
-"""The run that a command line asks for: its words, and what a run's record says. Imports no torch."""
+"""The run that a command line requests: its arguments and the record of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _new_run(
 def _recorded(
     args: argparse.Namespace, out: Address, definition_name: str | None, place: str, overrides: Overrides, **more: Any
 ) -> Run:
-    """Return the run that goes on in a folder, from its record and the command line."""
+    """Return the run that continues in a folder, from its record and the command line."""
     run = RunFolder.open(out)
     config = run.config
     if args.seed is not None and args.seed != config.seed:

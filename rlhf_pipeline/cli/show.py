@@ -86,7 +86,5 @@ def _nothing(view: View, step: Answer) -> str:
         return f"none of the {step['num']} trajectories of step {step['step']} is still in the store (evicted)."
     if step:
         why = ", ".join(f"{num:,} {name.replace('_', ' ')}" for name, num in step["left_out"].items())
-        return f"step {step['step']} took no trajectory" + (
-            f"; left out: {why}." if why else ": none was young enough."
-        )
+        return f"step {step['step']} took no trajectory" + (f"; excluded: {why}." if why else ": all were too old.")
     return f"{view.stored.path} has no trajectories."

@@ -120,7 +120,7 @@ def _take_a_gpu(place: int, num_devices: int) -> None:
 
 
 def leave() -> None:
-    """Tell the other processes to stop, if there are any."""
+    """Stop the other processes, if there are any."""
     if not is_one_of_several():
         return
     import torch.distributed as dist

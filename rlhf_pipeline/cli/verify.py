@@ -58,5 +58,5 @@ def execute(args: argparse.Namespace) -> int:
     for finding in findings:
         say(f"{'ok     ' if finding.ok else 'DAMAGED'}  {finding.part + ':':<15} {finding.text}")
     bad = sum(not finding.ok for finding in findings)
-    say(f"{folder} is whole." if not bad else f"{folder}: {count(bad, 'problem')}.")
+    say(f"{folder} is intact." if not bad else f"{folder}: {count(bad, 'problem')}.")
     return 1 if bad else 0

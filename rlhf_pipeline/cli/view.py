@@ -76,7 +76,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
-    """Return a name for each path: its last part, and as many of those before it as tell equal names apart.
+    """Return a name for each path: its last part, and as many of those before it as distinguish equal names.
 
     >>> distinct_names(["runs/a/demo", "runs/b/demo/", "other"]), distinct_names(["x", "x"])
     (['a/demo', 'b/demo', 'other'], ['x', 'x (2)'])
@@ -201,10 +201,10 @@ def _imported(
 
 
 def _say_notices(report: ImportReport) -> None:
-    """Say what the files do not notify, which an import would ask for."""
+    """Print what the files lack and an import would ask for."""
     if report.other_files:
         paths = ", ".join(str(path) for path in report.other_files[:3])
-        say(f"{count(len(report.other_files), 'file')} without rollouts left out: {paths}")
+        say(f"{count(len(report.other_files), 'file')} without rollouts skipped: {paths}")
     for problem in [*report.unreadable.values()][:3]:
         say(f"NOTICE: skipped an unreadable file: {problem}")
     for file in report.files:

@@ -108,12 +108,12 @@ class Collector:
         hand_over: maps a version to the policy's weights, for an engine with its own copy; None if the engine samples
             with the policy's modules, or gets its weights elsewhere.
         retrieve: the write path's `RetrieveLogProb`, to score completions as they end, while others are being sampled;
-            only with a `CausalLMPolicy`, and a reference that is a model of its own. None scores on the write path.
+            only with a `CausalLMPolicy`, and a reference that is a separate model. None scores on the write path.
         environment: answers the policy's turns; see `rlhf_pipeline.environments`. None samples one turn.
         temperature: in place of the config's; sampling temperature; 0 selects the most probable token.
         marks: columns that are the same for every trajectory, such as `evaluation`.
         same_tasks: the prompts repeat after so many, and with them the seeds of their environments' tasks, whatever the
-            run's seed: an evaluation. None gives each group a task of its own.
+            run's seed: an evaluation. None gives each group a separate task.
 
     Raises:
         DefinitionError: the write path takes batches of another size than a rollout.
@@ -227,7 +227,7 @@ class Collector:
             digests: of the published weights by version, read after sampling; None if none are published.
             is_first: this is the first attempt at the rollout, so the store is not searched for it.
             stop: whether a signal has asked to stop; reward calls are then not waited for.
-            say: takes a sentence: a reward call takes long, many trajectories failed, or too few groups have spread
+            say: receives a notice: a reward call takes long, many trajectories failed, or too few groups have spread
                 after the last round of dynamic sampling.
 
         Returns:

@@ -207,7 +207,7 @@ class Conversation:
 
     @property
     def sampled_rows(self) -> list[ConversationRow]:
-        """The rows in which the policy had a turn, as they are stored: in the order in which they ended.
+        """The rows in which the policy had a turn, as stored: in the order in which they ended.
 
         The last one has the outcome; an environment may name another one, which is then the last.
         """
@@ -658,7 +658,7 @@ class Conversations:
         conversation.num_turns += 1
         conversation.turn_rewards.append({})
         conversation.at.row, conversation.at.last_text = ended.row, text
-        # A turn of one token has no room for an end: it is whole.
+        # A turn of one token has no room for an end: it is complete.
         conversation.whole_turn = ended.stopped or self.config.max_new_tokens == 1
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
         if conversation.failure is None and (parser := conversation.at.tools.parser) is not None:
@@ -709,7 +709,7 @@ class Conversations:
         return text if self.stops is None or self.config.keep_stop else self.stops.without(text)
 
     def _take_step(self, ended: EndedTurn, outcome: Any) -> Answer:
-        """Take what an environment gave; return how the policy goes on, or None if the conversation is over."""
+        """Take what an environment gave; return how the policy continues, or None if the conversation is over."""
         conversation = self.conversations[ended.place]
         if isinstance(outcome, BaseException):
             conversation.fail(outcome)
@@ -797,7 +797,7 @@ class Conversations:
             if going is row and step.variant != turn.row.variant:
                 turn.row.variant, row.key = step.variant, self._key(conversation, row.ids, step.variant)
             return going
-        # The row went on in another way: a new one begins with its tokens up to this turn.
+        # The row continued in another way: a new one begins with its tokens up to this turn.
         until = row.new_row(row.ids[: turn.ended], 0)
         until.turn_spans = [(turn.began, POLICY_ROLE)]
         current = conversation.current
@@ -865,7 +865,7 @@ class Conversations:
             replies = self._cut(conversation, replies, self.config.max_reply_tokens)
         if room < 0 or sum(len(message["content"]) for message in replies) > _CHARACTERS_A_TOKEN * max(room, 1):
             return None
-        if conversation.at.tools.parser is not None:  # it may quote a call, in characters of its own
+        if conversation.at.tools.parser is not None:  # it may quote a call, in its own characters
             replies = [{**message, "content": known_text(codec, message["content"])} for message in replies]
         if conversation.as_chat or any(message["role"] != "user" for message in replies):
             rendered = self._rendered(conversation, ended, replies) if may_begin else None
@@ -908,7 +908,7 @@ class Conversations:
         return None
 
     def _cut(self, conversation: Conversation, replies: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
-        """Return a reply with so many tokens of text at most; its messages share them, and a mark says what is cut."""
+        """Return a reply with at most so many tokens of text; its messages share them, and a mark shows what is cut."""
         has_parser = conversation.at.tools.parser is not None
         cut: list[dict[str, Any]] = []
         for place, message in enumerate(replies):
@@ -925,9 +925,9 @@ class Conversations:
     def _encoded(
         self, conversation: Conversation, ended: EndedTurn, replies: list[dict[str, Any]]
     ) -> tuple[list[int], list[dict[str, Any]]]:
-        """Return the tokens of a reply by the chat template, and its messages as they were sent.
+        """Return the tokens of a reply by the chat template, and its messages as sent.
 
-        Some templates refuse an earlier turn with the words that they are made of: the earlier turns are then left out
+        Some templates refuse an earlier turn with the words that they are made of: the earlier turns are then excluded
         of what the template sees. Some refuse a tool's result after a turn without a call that they can show: only
         then it is sent as a message of the user. The policy's tokens stay in the row in any case, and what it writes
         ends no conversation.

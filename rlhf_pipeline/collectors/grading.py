@@ -4,7 +4,7 @@ The calls of one rollout begin while other completions are still being sampled, 
 A result belongs to its place, so grades do not depend on which call ends first.
 
 A function that sets signal handlers (a time limit by `SIGALRM`) works in the main thread only. Once a call has failed
-for that reason, it and all later calls of that function are made there, one after the other, while the others go on.
+for that reason, it and all later calls of that function are made there, one after the other, while the others continue.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
 _LOOK_S: Final = 0.05
 """How often the waiting thread looks for a deadline or a request to stop; a call that ends wakes it at once."""
 _GRACE_S: Final = 2.0
-"""How long calls may go on after a request to stop before the rollout is given up."""
+"""How long calls may continue after a request to stop before the rollout is cancelled."""
 _SAY_AFTER_S: Final = 10.0
 """How long a call is waited for before it is named."""
 _MAIN_ONLY: Final = "signal only works in main thread"
@@ -47,16 +47,16 @@ class Grade:
     """The reward of one completion."""
 
     reward: float
-    """The weighted sum of the rewards; NaN if a call failed or left the trajectory out."""
+    """The weighted sum of the rewards; NaN if a call failed or excluded the trajectory."""
     error: str | None = None
     """One line about the failure, or None."""
     kind: str = ""
     """Why there is no reward: `timeout`, `grader_error`, `not_applicable` (every function returned None), or what
-    `LeftOut` said, such as `truncated`; empty where there is one."""
+    `LeftOut` gave, such as `truncated`; empty where there is one."""
     values: tuple[float, ...] = ()
     """The result of each reward function; NaN where it did not apply or failed."""
     by: str = ""
-    """The name of the function that failed, or left the trajectory out."""
+    """The name of the function that failed, or excluded the trajectory."""
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
     """The components that a function gave, by its name."""
 
@@ -65,7 +65,7 @@ class Grade:
 
     @property
     def broken(self) -> bool:
-        """Whether a call failed, and did not leave the trajectory out on purpose."""
+        """Whether a call failed, rather than excluding the trajectory deliberately."""
         return self.kind in BROKEN
 
 
@@ -86,7 +86,7 @@ class _Graded:
 
 
 class Grader:
-    """Calls the reward functions of a definition, as they are bound to its data.
+    """Calls the reward functions of a definition, bound to its data.
 
     >>> from rlhf_pipeline.data.prompts import Prompt
     >>> from rlhf_pipeline.user_code.arguments import bind
@@ -108,7 +108,7 @@ class Grader:
     ) -> None:
         self.retries = retries
         self.leaves_out = leaves_out
-        """Whether a function may leave a completion out; in an evaluation it only does not apply."""
+        """Whether a function may exclude a completion; in an evaluation it only does not apply."""
         self.bound = bound
         self.rewards, self.forms = bound.rewards, bound.forms
         self.timeout_s = timeout_s
@@ -191,7 +191,7 @@ class Grading:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Give up the calls that have not ended."""
+        """Cancel the calls that have not ended."""
         self._is_over = True
         if self._open:
             process_runtime().cancel_unawaited([entry.call for entry in self._calls.values() if entry.call is not None])

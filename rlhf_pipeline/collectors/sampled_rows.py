@@ -101,7 +101,7 @@ def sampled_conversations(
 
 
 def _episodes(sizes: Sequence[int]) -> dict[Key, Flat]:
-    """Return the columns that tell the rows of episodes of these sizes apart, but for the episode's id."""
+    """Return the columns that distinguish the rows of episodes of these sizes, except the episode's id."""
     size = np.repeat(np.array(sizes, np.int32), sizes)
     position = np.concatenate([np.arange(each, dtype=np.int32) for each in sizes])
     return {keys.EPISODE_ROW: Flat(torch.from_numpy(position)), keys.EPISODE_SIZE: Flat(torch.from_numpy(size))}

@@ -134,7 +134,7 @@ def columns_of(source: PromptSource, seed: int = 0) -> tuple[str, ...]:
     length = getattr(source, "__len__", None)
     most = _PROMPTS_LOOKED_AT if length is None else min(_PROMPTS_LOOKED_AT, max(int(length()), 1))
     listed = [prompt_at(source, 0, seed)]
-    with contextlib.suppress(PipelineError):  # it ends before that; whoever needs those prompts says so
+    with contextlib.suppress(PipelineError):  # it ends before that; the code that needs those prompts reports it
         listed += [prompt_at(source, cursor, seed) for cursor in range(1, most)]
     return tuple(sorted({name for prompt in listed for name in prompt.meta}))
 
@@ -167,7 +167,7 @@ class NoPrompts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmptyPrompts:
-    """Prompts that ask nothing, for environments that say themselves what is asked.
+    """Empty prompts, for environments whose `reset` supplies the prompt.
 
     >>> EmptyPrompts().prompt(3, seed=0).text.strip()
     ''
@@ -238,7 +238,7 @@ class Prompts(Settings):
     """Prompts from files, or from rows in memory: each row has a question or chat messages, and optionally an answer.
 
     The defaults read GSM8K's `train.jsonl`. Everything is read once and checked completely before the first rollout, so
-    a bad row stops the run at the start, not after a day. Fields are named as they are, or by a dotted path
+    a bad row stops the run at the start, not after a day. Fields are named directly, or by a dotted path
     (`reward_model.ground_truth`); every other column of a row reaches the reward as `meta`.
 
     >>> source = Prompts(rows=[{"question": "1 + 1?", "answer": 2, "level": "easy"}], system="Be brief.")
@@ -300,18 +300,18 @@ class Prompts(Settings):
         ]
 
     def all_prompts(self) -> tuple[Prompt, ...]:
-        """Return every prompt in order, or those of the first `limit` rows, without those that `skip` leaves out here.
+        """Return every prompt in order, or those of the first `limit` rows, without those that `skip` excludes here.
 
         Rows that are too long for a model are among them: see `run.prompt_lengths`.
 
         Raises:
-            MissingPathError: the path is not there.
+            MissingPathError: the path does not exist.
             DataError: a row cannot be read, or lacks a field.
         """
         return _read(self._reading()).prompts
 
     def skipped(self) -> dict[str, int]:
-        """Return how many rows each rule of `skip` left out when the file was read."""
+        """Return how many rows each rule of `skip` excluded when the file was read."""
         return dict(_read(self._reading()).skipped)
 
     def columns(self) -> tuple[str, ...]:
@@ -322,7 +322,7 @@ class Prompts(Settings):
         """Return prompt number `cursor`; every epoch is a new shuffle of all prompts, unless `shuffle` is false.
 
         Raises:
-            MissingPathError: the path is not there.
+            MissingPathError: the path does not exist.
             DataError: a row cannot be read, or lacks a field.
         """
         prompts = self.all_prompts()
@@ -378,8 +378,8 @@ class Curriculum(Settings):
 
     Every `every` rollouts, each weight is recomputed from those rollouts: the mixture's own weight times
     `least + (1 - least) * 4 p (1 - p)`, the mean over the source's groups, where `p` is the share of a group's members
-    that are right. A source whose prompts are all solved, or none, is left with `least` of its weight; one that gave no
-    graded prompt in that time has its own weight again.
+    that are right. A source with all or none of its prompts solved keeps `least` of its weight; a source that gave no
+    graded prompt in that time gets its initial weight back.
 
     >>> Curriculum(every=10, least=0.2).weight(1.0, [0.5, 1.0])
     0.6
@@ -405,8 +405,8 @@ class Curriculum(Settings):
         """Return a source's weight, to four places.
 
         Args:
-            base: its weight in the mixture.
-            success: at least one; the share of right members in each of its groups.
+            base: the source's weight in the mixture.
+            success: the share of correct members in each of its groups; at least one group.
         """
         learnable = sum(4 * rate * (1 - rate) for rate in success) / len(success)
         return max(round(base * (self.least + (1 - self.least) * learnable), 4), 1e-4)
@@ -414,14 +414,14 @@ class Curriculum(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Settings):
-    """Several sources with weights: each source contributes its share of every run of prompts.
+    """Several sources with weights: each source contributes its share of any sequence of consecutive prompts.
 
     Which source gives prompt number `cursor` depends on the weights alone, and which of its prompts on the seed and on
-    how many it gave before; so a mixture resumes as its sources do, and no source waits for another one's epoch.
+    how many it gave before. So a mixture resumes like its sources, and no source waits for the epoch of another.
 
     Args:
         sources: the sources. They agree on `as_chat` and on the arguments of the chat template.
-        weights: one per source, above 0; equal ones if there are none.
+        weights: one per source, above 0; equal by default.
         curriculum: how the weights change during a run that collects in its own process; None keeps them.
 
     >>> mix = Mix((CopyDigits(num_digits=2), CopyDigits(num_digits=5)), weights=(3, 1))
@@ -463,7 +463,7 @@ class Mix(Settings):
         return turn(self.base_weights, cursor)[0]
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
-        """Return prompt number `cursor`: a source's own next one.
+        """Return prompt number `cursor`: the next prompt of the selected source.
 
         Raises:
             PipelineError: as the source does.
@@ -477,7 +477,7 @@ class Mix(Settings):
         return self.weights or (1.0,) * len(self.sources)
 
     def with_sources(self, sources: Sequence[PromptSource]) -> Mix:
-        """Return the same mixture of other sources."""
+        """Return a mixture of other sources with the same settings."""
         return replace(self, sources=tuple(sources))
 
 
@@ -502,7 +502,7 @@ def turn(weights: Sequence[float], cursor: int) -> tuple[int, list[int]]:
 
 
 def skips_too_long(source: PromptSource) -> bool:
-    """Return whether a source, or one of a mixture, leaves out prompts that are too long for a model."""
+    """Return whether a source, or one of a mixture, excludes prompts that are too long for a model."""
     if isinstance(source, Mix):
         return any(skips_too_long(part) for part in source.sources)
     return isinstance(source, Prompts) and "too_long" in source.skip
@@ -547,7 +547,7 @@ def json_value(value: object, where: str) -> JsonValue:
 
 
 def _in_order(source: PromptSource, size: int, cursor: int, seed: int) -> int:
-    """Return the place of prompt number `cursor` of a finite source: epoch by epoch, shuffled unless it says not to."""
+    """Return the place of prompt number `cursor` of a finite source: epoch by epoch, shuffled by default."""
     epoch, position = divmod(cursor, size)
     return _epoch_order(size, seed, epoch)[position] if getattr(source, "shuffle", True) else position
 
@@ -620,7 +620,7 @@ def _read(reading: _Reading) -> _Read:
 def _prompt_of(
     row: Mapping[str, Any], where: str, provenance: Mapping[str, Any], reading: _Reading
 ) -> tuple[str, Prompt | None]:
-    """Return a row's prompt; None, and the rule of `skip`, if it is left out."""
+    """Return a row's prompt; None, and the rule of `skip`, if it is excluded."""
     value = _field(row, reading.prompt_field, where)
     blank = _is_blank(value)
     if "empty" in reading.skip and (blank or value is None or value == []):
@@ -658,7 +658,7 @@ def _prompt_of(
 
 
 def _is_blank(value: object) -> bool:
-    """Return whether a prompt says nothing: text without a letter, or messages without one in any of them."""
+    """Return whether a prompt is empty: text without a letter, or messages without one in any of them."""
     if isinstance(value, str):
         return not value.strip()
     contents = (
@@ -668,7 +668,7 @@ def _is_blank(value: object) -> bool:
 
 
 def _sentence(error: str, reading: _Reading, meta_fields: Sequence[str]) -> str:
-    """Return what is wrong with a prompt, in the names of its row, and how to leave out a column."""
+    """Return what is wrong with a prompt, in the names of its row, and how to omit a column."""
     if error.startswith("meta "):
         others = ",".join(name for name in meta_fields if not error.startswith(f"meta {name!r}"))
         return (
@@ -702,7 +702,7 @@ def _listed(messages: object) -> Sequence[object]:
 
 
 def _message(message: object, index: int) -> Message:
-    """Return a message as JSON, with its text parts joined; columns that Arrow filled with null are left out."""
+    """Return a message as JSON, with its text parts joined; columns that Arrow filled with null are omitted."""
     if not isinstance(message, Mapping):
         raise DataError(f"message {index} must be an object with role and content, got {type(message).__name__}.")
     fields = cast("Mapping[str, object]", message)

@@ -1,7 +1,7 @@
 """Reward functions, several of them with weights, and those that are built in.
 
 They take text, return a number and import nothing heavy, so `inspect` can grade a stored trajectory again without
-loading a model. `rlhf_pipeline.user_code.arguments` says what arguments and results a function may have.
+loading a model. `rlhf_pipeline.user_code.arguments` documents which arguments and results a function may have.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def answer_texts(answer: JsonValue) -> list[str]:
 
 
 def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
-    """Return the share of the answer's characters that are in the right place, in [0, 1]; of several, the largest.
+    """Return the share of the answer's characters that are in the right place, in [0, 1].
 
-    Characters beyond the answer's length count as wrong, so running on is not rewarded.
+    With several answers, it is the largest of their shares. Characters beyond the answer's length count as wrong, so
+    extra length is not rewarded.
 
     >>> token_match("12=", "13", "12", {})
     0.5
@@ -103,7 +104,7 @@ def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Ma
 
 
 def exact_match(completion: str, answer: JsonValue) -> float:
-    r"""Return 1.0 if the completion is the answer, or one of several, without the space around both, else 0.0.
+    r"""Return 1.0 if the completion is the answer, or one of several, ignoring surrounding whitespace, else 0.0.
 
     >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris"), exact_match("Paris", ["Lutetia", "Paris"])
     (1.0, 0.0, 1.0)
@@ -116,10 +117,10 @@ class Matches:
     r"""A reward: 1.0 if a regular expression is found in the completion, else 0.0.
 
     Args:
-        pattern: as `re.search` takes it, with `.` matching line ends as well; anchor it with `\A` and `\Z`.
+        pattern: a pattern of `re.search`, with `.` matching line ends as well; anchor it with `\A` and `\Z`.
 
     Raises:
-        DefinitionError: the pattern is no regular expression.
+        DefinitionError: the pattern is not a regular expression.
 
     >>> Matches(pattern=r"\A<think>.*</think>")("<think>4 x 3</think>12")
     1.0
@@ -140,14 +141,14 @@ class Matches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftOverlong:
-    """A reward: DAPO's soft punishment of completions that come near the limit of tokens.
+    """A reward: DAPO's soft penalty for completions near the limit of tokens.
 
     With `l` tokens it is 0 up to `max_tokens - cache`, then falls as `(max_tokens - cache - l) / cache`, and is -1
     above `max_tokens`. Source: arXiv:2503.14476, equation 13.
 
     Args:
         max_tokens: the length `L_max`; usually `collect.max_new_tokens`, or less.
-        cache: the tokens `L_cache` before it over which the punishment grows.
+        cache: the tokens `L_cache` before it over which the penalty grows.
 
     Raises:
         DefinitionError: `cache` is not between 1 and `max_tokens`.
@@ -173,7 +174,7 @@ class SoftOverlong:
 
 
 class LeftOut(Exception):
-    """Raise it in a reward function to leave the trajectory out of the baseline and the loss.
+    """Raise it in a reward function to exclude the trajectory from the baseline and the loss.
 
     Args:
         reason: the kind, stored in the column `failure_reason`.
@@ -185,7 +186,7 @@ class LeftOut(Exception):
 
 
 def mask_truncated(finish_reason: str) -> None:
-    """Leave out a completion that was cut off at `collect.max_new_tokens`; it has no reward of its own otherwise.
+    """Exclude a completion that was cut off at `collect.max_new_tokens`; otherwise it has no reward.
 
     Such a trajectory is stored with `failure_reason="truncated"` and without a reward, and counts neither in its
     group's baseline nor in the loss, as DAPO's overlong filtering does (arXiv:2503.14476, section 3.4).
@@ -197,10 +198,10 @@ def mask_truncated(finish_reason: str) -> None:
 
 
 def math_verify_match(completion: str, answer: JsonValue) -> float | None:
-    """Return 1.0 if math-verify finds the completion equal to the answer, or one of several; None if none is maths.
+    """Return 1.0 if math-verify finds the completion equal to the answer, or one of several, else 0.0.
 
-    Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. Its own time limits, which need signals, are off:
-    `collect.reward_timeout_s` takes their place.
+    The reward is None if no answer is mathematical. Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. Its
+    own time limits, which need signals, are off: `collect.reward_timeout_s` replaces them.
 
     Raises:
         DefinitionError: math-verify is not installed.
@@ -258,13 +259,13 @@ class Reward:
     Args:
         function: the function; or, with an environment, the name of one of its rewards.
         weight: its weight; 0 only records it.
-        name: of its column; the function's own when None.
-        version: of what the function reads from outside its code and the values it holds, such as a file, a prompt for
+        name: of its column; None takes the function's name.
+        version: of what the function reads from outside its code and its values, such as a file, a prompt for
             a judge or a server. A run that continues with another version reports a changed reward function.
 
     Raises:
-        DefinitionError: the function cannot be called, the weight is not finite, the name cannot name a column, or the
-            version is not text.
+        DefinitionError: the function is not callable, the weight is not finite, the name is not a valid column name, or
+            the version is not text.
 
     >>> Reward(exact_match, weight=0.5).column
     'reward_exact_match'
@@ -292,7 +293,7 @@ class Reward:
 
     @property
     def label(self) -> str:
-        """The name: the given one, or the function's, as a column may be named."""
+        """The given name, or the function's name as a valid column name."""
         if self.name is not None:
             return self.name
         function: Any = self.function
@@ -310,7 +311,7 @@ class Reward:
 
 
 def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> tuple[Reward, ...]:
-    """Return the rewards of a definition, each with a name of its own.
+    """Return the rewards of a definition, each with its own name.
 
     >>> [one.label for one in rewards_of([exact_match, Reward(exact_match, name="other"), exact_match])]
     ['exact_match', 'other', 'exact_match_2']
@@ -419,5 +420,5 @@ def as_column(text: str) -> str | None:
 
 
 def has_columns(reward: RewardFunction | Reward | Sequence[RewardFunction | Reward]) -> bool:
-    """Return whether the rewards have columns of their own; one plain function has `task_reward` alone."""
+    """Return whether the rewards have separate columns; one plain function has `task_reward` alone."""
     return isinstance(reward, (Reward, list, tuple))

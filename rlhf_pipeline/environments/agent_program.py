@@ -1,4 +1,4 @@
-"""Agent programs: code that sends chat requests to an address of its own accord, and returns a reward.
+"""Agent programs: code that sends chat requests to an address on its own initiative, and returns a reward.
 
 An environment responds to the policy; a program asks it. Each request carries the whole conversation as the program
 knows it, which `Conversations` compares with the turns that were returned (`environments.histories`): it continues a
@@ -43,7 +43,7 @@ class AgentProgram:
             `Step` with rewards and info. A `def` runs in a thread. A command, as a list of arguments, receives the
             address and the key in `OPENAI_BASE_URL` and `OPENAI_API_KEY` and the prompt as JSON on its standard input;
             the last line of its output is the reward, a number or a JSON object.
-        has_effects: it changes something outside itself, or does not follow from its prompt and the responses.
+        has_effects: it changes something outside itself, or depends on more than its prompt and the responses.
         repeats: whether a request that is equal to an earlier one of the conversation receives the same response
             (`retry`), or a new sample unless its client marks it as a retry (`sample`), as the `openai` client does.
 

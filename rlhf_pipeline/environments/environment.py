@@ -13,7 +13,7 @@ An environment is a class with two methods; one object answers one conversation:
             return Step("No. Again?")
 
 What it does must follow from the prompt, the seed and the turns, so that a conversation cut by a kill is sampled again
-token for token. One with effects outside itself says so with a class attribute, `has_effects = True`.
+token for token. One with effects outside itself declares them with a class attribute, `has_effects = True`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One turn of the policy, as its environment sees it."""
+    """One turn of the policy, as passed to its environment."""
 
     text: str
     """The sampled tokens as text."""
@@ -54,7 +54,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers.
+    """The answer of an environment to a turn.
 
     >>> Step("Again?", rewards={"close": 0.5}).done
     False
@@ -72,7 +72,7 @@ class Step:
     history: Sequence[Message] | None = None
     """In place of a reply: all messages that the policy sees next, for example a compacted history, or what a sub-agent
     or a judge that shares the policy reads. If they continue a turn of the policy, the tokens up to it are the stored
-    ones: its row goes on, or, if it has gone on in another way, a new row begins with them. Other messages begin a new
+    ones: its row continues, or, if it continued differently, a new row begins with them. Other messages begin a new
     row of the episode."""
     tools: Sequence[Any] | None = None
     """With a history: the tools that the policy sees; None shows those of the environment."""
@@ -82,7 +82,7 @@ class Step:
     """The row of the episode that the reply continues, by the order in which the rows began, from 0; None is the row
     that has the turn. With `done`: the row that has the outcome."""
     call_errors: int = 0
-    """How many calls of the turn could not be made as the policy wrote them, and are told so in the reply; those that
+    """How many calls of the turn could not be made as the policy wrote them, which the reply reports; those that
     nobody could read are counted already."""
 
 
@@ -90,11 +90,11 @@ class Step:
 class Environment(Protocol):
     """Answers one conversation; five further attributes are optional.
 
-    - `end(reason) -> Mapping[str, float] | Step`: called once when the conversation has ended, however it did, for
+    - `end(reason) -> Mapping[str, float] | Step`: called once when the conversation has ended for any reason, for
       rewards that are known only then, and with a `Step` for its `info`; it may be `async`; `reason` is `stop`,
       `length`, `turns`, `calls` or `failed`;
-    - `rewards = ("reached", ...)`: the names of its rewards; one that a conversation does not give is 0, and another
-      one is an error;
+    - `rewards = ("reached", ...)`: the names of its rewards; a reward that a conversation does not give is 0, and any
+      other one is an error;
     - `tools`: functions or JSON schemas, for the chat template and for reading calls;
     - `has_effects = True`: it changes something outside itself;
     - `parallel = True`: its objects may be used in several threads at once, one thread for each of them, so calls of
@@ -102,12 +102,12 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: Prompt, seed: int) -> str | Sequence[Message] | Step | None:
-        """Begin a conversation and return what the policy sees first; None shows it the prompt.
+        """Begin a conversation and return the first text or messages for the policy; None passes the prompt.
 
         A `Step` with a history may show tools, and other messages to each member of a group.
 
         Args:
-            prompt: of the definition's source.
+            prompt: a prompt of the definition's source.
             seed: the same for the members of a group, who must see the same.
         """
         ...
@@ -131,7 +131,7 @@ class Failure:
 
 
 def is_parallel(environment: object) -> bool:
-    """Return whether an environment's calls may run beside those of others, each conversation's in a thread of its own.
+    """Return whether an environment's calls may run beside those of others, each conversation's in a separate thread.
 
     It has `parallel = True`, or its `step` is a coroutine function. Other calls are made one after the other, because
     generators, counters and libraries of a module may not be made for several threads.

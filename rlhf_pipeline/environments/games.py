@@ -87,8 +87,8 @@ class FrozenLake:
 
     The policy sees its four neighbours in the order left, down, right, up: `#` is the edge, `,` a cell where it has
     been. Rewards: `reached` (1 at the goal), and `nearer`, the moves by which a turn shortens the way, as a share of
-    the way from the start. A fall takes back what was nearer: otherwise it would be worth more than turning round in a
-    dead end (potential-based shaping, Ng et al. 1999, where the end has no potential).
+    the way from the start. A fall subtracts the `nearer` rewards: otherwise it would be worth more than turning round
+    in a dead end (potential-based shaping, Ng et al. 1999, where the end has no potential).
 
     >>> lake = FrozenLake()
     >>> lake.reset(Prompt(text="..|.G", meta={"map": ["..", ".G"], "start": [0, 0]}), seed=0)
@@ -100,7 +100,7 @@ class FrozenLake:
     rewards = ("reached", "nearer")
 
     def reset(self, prompt: Prompt, seed: int) -> str:
-        """Put the walker on its start; nothing is drawn, so the seed has no effect."""
+        """Put the player on its start; nothing is random, so the seed has no effect."""
         self.rows: list[str] = list(prompt.meta["map"])
         row, column = prompt.meta["start"]
         self.at: Cell = (row, column)
@@ -110,7 +110,7 @@ class FrozenLake:
         return self._look()
 
     def step(self, turn: Turn) -> Step:
-        """Walk one cell; anything but a move, and a move over the edge, leaves the walker where it is."""
+        """Walk one cell; any other text, and a move over the edge, leaves the player in its cell."""
         before, size = self.far[self.at], len(self.rows)
         down, right = MOVES.get(turn.text[-1:], (0, 0))
         row, column = self.at[0] + down, self.at[1] + right
@@ -155,7 +155,7 @@ class Warehouse:
     size: int
 
     def push(self, state: tuple[Cell, Cell], move: str) -> tuple[Cell, Cell]:
-        """Return player and box after a move; as they were where a wall is in the way."""
+        """Return player and box after a move; unchanged if a wall is in the way."""
         (row, column), box = state
         down, right = MOVES[move]
         to = row + down, column + right
@@ -207,8 +207,8 @@ def solutions(house: Warehouse) -> Mapping[tuple[Cell, Cell], int]:
 class Warehouses(Settings):
     """A source of warehouses with one box: `#` wall, `_` floor, `X` box, `O` target, `P` player, `*` box on the target.
 
-    The signs are those of FreshPER's Sokoban (https://arxiv.org/abs/2604.16918), but for `*`. A hash of the warehouse
-    decides whether it is held out, one in five, so no warehouse is in both parts. Each can be solved.
+    The characters are those of FreshPER's Sokoban (https://arxiv.org/abs/2604.16918), except `*`. A hash of the
+    warehouse decides whether it is held out, one in five, so no warehouse is in both parts. Each can be solved.
 
     >>> source = Warehouses(size=5)
     >>> source.prompt(0, seed=0).meta["map"] == source.prompt(0, seed=0).meta["map"]
@@ -250,11 +250,11 @@ class Warehouses(Settings):
 class Sokoban:
     """Push the box onto the target; a turn is one letter of `LDRU`, and the policy sees the warehouse after each.
 
-    What it sees leaves out the walls of the edge, which never change: 16 signs of 6 x 6.
+    The observation omits the walls of the edge, which never change: it has 16 characters for 6 x 6 cells.
 
     Rewards: `solved` (1 when the box is on the target), and `nearer`, the moves by which a turn shortens the shortest
     solution, as a share of its length at the start. A push after which no solution is left ends the conversation, and
-    takes back what was nearer (potential-based shaping, as in `FrozenLake`).
+    subtracts the `nearer` rewards (potential-based shaping, as in `FrozenLake`).
 
     >>> game = Sokoban()
     >>> game.reset(Prompt(text="a", meta={"map": ["#####", "#PXO#", "#___#", "#___#", "#####"]}), seed=0)
@@ -264,7 +264,7 @@ class Sokoban:
     """
 
     def reset(self, prompt: Prompt, seed: int) -> str:
-        """Put everything in its place; nothing is drawn, so the seed has no effect."""
+        """Put everything in its place; nothing is random, so the seed has no effect."""
         rows: list[str] = list(prompt.meta["map"])
         letters = {
             sign: (row, column) for row, line in enumerate(rows) for column, sign in enumerate(line) if sign in "XOPS"
@@ -278,7 +278,7 @@ class Sokoban:
         return self.house.text_of(self.state)
 
     def step(self, turn: Turn) -> Step:
-        """Make a move; anything but a move, and a move against a wall, changes nothing."""
+        """Make a move; any other text, and a move against a wall, has no effect."""
         before = self.ways[self.state]
         move = turn.text[-1:]
         if move in MOVES:

@@ -29,7 +29,7 @@ Maker = Callable[[], Environment]
 
 
 class Environments:
-    """Several environments in one run; a column of a prompt's data says which of them answers it.
+    """Several environments in one run; a column of a prompt's data selects the one that answers it.
 
     Each prompt is shown the tools of its own environment alone, and `reset` does not get the column.
 
@@ -102,17 +102,17 @@ class Factory:
 
     @property
     def parallel(self) -> bool:
-        """As the first one says."""
+        """The value of the first one."""
         return getattr(self.make, "parallel", False) is True or is_parallel(self.form)
 
     @property
     def has_effects(self) -> bool:
-        """As the first one says."""
+        """The value of the first one."""
         return bool(getattr(self.make, "has_effects", False)) or has_effects(self.form)
 
     @property
     def rewards(self) -> tuple[str, ...] | None:
-        """As the first one says."""
+        """The value of the first one."""
         return rewards_of_environment(self.form)
 
     def __call__(self) -> Environment:

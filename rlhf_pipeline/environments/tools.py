@@ -26,7 +26,7 @@ ARGUMENT_ERRORS: Final = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, re.error, SyntaxError),
     *(TypeError, ValueError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError),
 )
-"""Errors of a tool that the policy is told, as arguments cause them; any other fails the conversation."""
+"""Errors of a tool that are reported to the policy, because arguments cause them; any other fails the conversation."""
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 """Methods of a class in TRL's form that are no tools."""
 
@@ -34,9 +34,9 @@ RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 class Tools:
     """An environment of functions: the policy calls them until it answers without a call.
 
-    A `def` runs in the thread of its conversation, so that one that waits for a network or hangs stops nobody. A call
-    that cannot be read, names no tool, has other arguments than the tool takes, or raises one of `ARGUMENT_ERRORS`, is
-    answered with that error; whatever else a tool raises, and a result that is no text, parts of text or JSON, fails
+    A `def` runs in the thread of its conversation, so a call that waits for a network or hangs delays no other. A call
+    that cannot be parsed, calls an unknown tool, has wrong arguments, or raises one of `ARGUMENT_ERRORS`, is
+    answered with that error; any other exception, and a result that is not text, parts of text or JSON, fails
     the conversation.
 
     Args:
@@ -78,7 +78,7 @@ class Tools:
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
-        """The functions, from whose annotations and docstrings their schemas follow."""
+        """The functions, whose annotations and docstrings determine their schemas."""
         return [*self.functions.values()]
 
     def __call__(self) -> Session:
@@ -93,7 +93,7 @@ class MethodTools:
     `answer`, and `seed` if it names that; what it returns is put after the prompt. The generators of `random` and NumPy
     are seeded for it, `async` or not, so that members of a group that draw a task draw the same. `get_reward` may be
     `async`, and return a number, None, or a mapping of names to numbers; a class attribute `told` names further errors
-    of tools that the policy is told.
+    of tools that are reported to the policy.
 
     Args:
         made: returns a new object.
@@ -121,7 +121,7 @@ class MethodTools:
 
     @functools.cached_property
     def tools(self) -> list[Callable[..., Any]]:
-        """The methods of one object, from whose annotations and docstrings their schemas follow."""
+        """The methods of one object, whose annotations and docstrings determine their schemas."""
         owner = self.maker()
         return [getattr(owner, name) for name in self.names]
 

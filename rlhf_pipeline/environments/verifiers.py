@@ -30,7 +30,7 @@ class Verifiers:
         Pipeline(prompts=lakes.prompts(skip=100), environment=lakes, ...)
 
     The rewards of a task arrive under their names, times their weights; its metrics are stored as `metrics`. One agent
-    plays a conversation: others need a `client` of their own. An agent that rewrites its messages (compaction,
+    plays a conversation: others need their own `client`. An agent that rewrites its messages (compaction,
     sub-agents) begins new rows of the episode.
     """
 
@@ -86,7 +86,7 @@ class Verifiers:
 
 
 class _Servers:
-    """The servers of an environment, in an object of their own: whether they run is no part of what it is."""
+    """The servers of an environment, in a separate object: whether they run is not part of its identity."""
 
     def __init__(self) -> None:
         self.stack = contextlib.AsyncExitStack()

@@ -16,7 +16,7 @@ from trajectory_store import Column, Schema, StoreError
 from trajectory_store.arrow import SCHEMA_KEY
 
 SCHEMA_FILE = "trajectory_schema.json"
-"""Beside an exported data set: the columns of the store, which Arrow alone does not tell."""
+"""Beside an exported data set: the columns of the store, which Arrow alone does not record."""
 
 _FLOATS = {None: math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """What JSON writes for the floats that it does not have."""

@@ -54,7 +54,7 @@ def atif_documents(store: TrajectoryStore, ids: npt.NDArray[np.int64]) -> Iterat
     """Yield a document for each row: a step for each message of its prompt, and one for each run of sampled tokens.
 
     `extra` has what ATIF cannot express (`EXTRA`), and every other column that the row has a value for. What an
-    environment said is in the prompt of the step after it, as ATIF has it.
+    environment replied is in the prompt of the step after it, as ATIF has it.
     """
     columns = store.read(ids, [name for name in store.schema.names if name not in INTERNAL])
     present = {name: store.present(name, ids) for name in columns if store.schema[name].optional}

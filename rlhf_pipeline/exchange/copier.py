@@ -24,8 +24,8 @@ def copy_store(
 ) -> ExportReport:
     """Make a store that holds the trajectories of another one, in the order of arrival, later values folded in.
 
-    The ids of the store are new, `trajectory_id` and every other column are as they were. The target appears whole or
-    not at all. With `backend="zarr"` it is sealed: sharded, zstd-compressed groups that plain Zarr reads.
+    The ids of the store are new, `trajectory_id` and every other column are unchanged. The target is either complete or
+    absent. With `backend="zarr"` it is sealed: sharded, zstd-compressed groups that plain Zarr reads.
 
     Args:
         store: an open store, or its folder.
@@ -34,12 +34,12 @@ def copy_store(
         filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`; the last row of an
             episode decides for all of its rows.
         on_rows: called with the number of trajectories copied and to copy.
-        skip_damaged: leave out trajectories that do not match their checksums; otherwise they are an error.
+        skip_damaged: exclude trajectories that do not match their checksums; otherwise they are an error.
 
     Raises:
         DataError: some trajectories are damaged.
-        RunExistsError: the target is there already.
-        DefinitionError: a filter cannot be read, or names no column, or nothing meets the filters.
+        RunExistsError: the target exists.
+        DefinitionError: a filter is not valid or has an unknown column, or no row meets the filters.
         StoreError: the store cannot be read, its trajectories were evicted meanwhile, or the disk is full.
     """
     if "://" in str(to):

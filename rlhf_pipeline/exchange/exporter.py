@@ -41,7 +41,7 @@ class ExportReport:
     kind: Container | Backend | Literal["atif"]
     num_trajectories: int
     num_left_out: int
-    """Trajectories that a filter left out, or that are damaged."""
+    """Trajectories that a filter excluded, or that are damaged."""
     columns: tuple[str, ...]
 
     @property
@@ -64,9 +64,9 @@ def export_store(
 ) -> ExportReport:
     """Write the trajectories of a store to one file, or to a folder that `datasets.load_from_disk` reads.
 
-    All columns are written, ragged ones as lists of numbers, later values (`update`) folded in. What the store
-    only fills in is null. The columns' definitions go into the Parquet file's metadata, or into a file beside the
-    others, so that `import_files` gives an equal store again. The target appears whole or not at all.
+    All columns are written, ragged ones as lists of numbers, later values (`update`) folded in. Values that the store
+    only fills in are null. The columns' definitions go into the Parquet file's metadata, or into a file beside the
+    others, so that `import_files` gives an equal store again. The target is either complete or absent.
 
     Args:
         store: an open store, or its folder.
@@ -74,17 +74,17 @@ def export_store(
             `NAME.atif` for agent trajectories in ATIF 1.8, which hold what was sampled, its log-probs, and every
             other column in `extra`. It must not exist.
         filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
-        columns: only these columns; then an import gives them alone.
-        batch_rows: trajectories that are in memory at once.
+        columns: only these columns; an import then has no others.
+        batch_rows: the number of trajectories in memory at a time.
         on_batch: called with the number written and the number to write.
-        skip_damaged: leave out trajectories that do not match their checksums; otherwise they are an error.
-        learnable: export the rows that may be learned from alone, for training: see
+        skip_damaged: exclude trajectories that do not match their checksums; otherwise they are an error.
+        learnable: export only the rows that may be learned from: see
             `trajectory_store.recorder.learnable_rows`.
 
     Raises:
         DataError: some trajectories are damaged.
-        RunExistsError: the target is there already.
-        DefinitionError: a filter or a column is not known, nothing meets the filters, or pyarrow or datasets is not
+        RunExistsError: the target exists.
+        DefinitionError: a filter or a column is unknown, no row meets the filters, or pyarrow or datasets is not
             installed.
         StoreError: the store cannot be read.
     """

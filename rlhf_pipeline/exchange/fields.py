@@ -26,9 +26,9 @@ from trajectory_store.recorder.raw_rollout import (
 )
 
 MESSAGES = "messages"
-"""A target of its own: chat messages that are a prompt and a completion in one."""
+"""A separate target: chat messages that are a prompt and a completion in one."""
 NONE = "none"
-"""What the user writes to leave out a target that the rows have."""
+"""What the user writes to omit a target that the rows have."""
 
 # -- the fields of a row -----------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Fields:
         self.path, self.number = path, number
         """The file, and the row's place in it."""
         self.beside = beside or {}
-        """What rows of other files said of these."""
+        """The values for these in rows of other files."""
         self.used: set[str] = set()
         """The fields that were taken; the others are kept in `meta`."""
         self.about: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Fields:
         return fields
 
     def number_in(self, pattern: str) -> int | None:
-        """Return the number that the path of the file tells by an expression with one group; None if it does not."""
+        """Return the number that an expression finds in the path of the file, with one group; None if it does not."""
         numbers = re.findall(pattern, self.path.as_posix())
         return int(numbers[-1]) if numbers else None
 
@@ -102,7 +102,7 @@ class Fields:
 
     @as_ours()
     def take(self, **targets: str | DerivedField) -> dict[str, Any]:
-        """Return values by target, checked; those that the user names, too, and none that the user leaves out."""
+        """Return values by target, checked; those that the user names, too, and none that the user omits."""
         targets |= {target: path for target, path in self.field_paths.items() if target in VALUES}
         targets = {target: path for target, path in targets.items() if path != NONE}
         names = {target: path if isinstance(path, str) else target for target, path in targets.items()}

@@ -19,7 +19,7 @@ _NAME = (
 class FileGroups:
     """Numbers the groups of a file.
 
-    A group is what its rows name; else the rows of one prompt and version that stand together, or, where `by_prompt`,
+    A group is what its rows name; else the rows of one prompt and version that are adjacent, or, where `by_prompt`,
     all rows of one prompt and version. `in_turn`: so many rows in turn are one, whatever they name.
     """
 
@@ -52,7 +52,7 @@ class FileGroups:
                     raise DefinitionError(
                         "a prompt reappears after other prompts, and no field identifies its group. "
                         f"{_NAME}{fields}. If all rows of a prompt are one group: --group-by prompt. To keep the "
-                        "groups as they are: --group none"
+                        "groups unchanged: --group none"
                     )
                 self._ungrouped_prompts.add(prompt_key)
                 self._last = (prompt_key, row)
@@ -93,7 +93,7 @@ class FileGroups:
         if self._checked and self.num_graded > 1 and len(self._learned) == self._num_learned:
             raise DefinitionError(
                 f"each of its {self._num_learned:,} trajectories is a separate group, so no rewards can be "
-                f"compared, and GRPO learns nothing. {_NAME}. To keep the groups as they are: --group none"
+                f"compared, and GRPO learns nothing. {_NAME}. To keep the groups unchanged: --group none"
             )
 
 
@@ -123,5 +123,5 @@ def _consecutive_size(groups: Iterable[Sequence[tuple[float, float]]]) -> int | 
 
 
 def _digest(key: Any) -> bytes:
-    """Return what stands for a key, so that the groups of a file cost little memory whatever names them."""
+    """Return a short representation of a key, so that the groups of a file cost little memory whatever names them."""
     return hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=16).digest()

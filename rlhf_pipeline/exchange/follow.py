@@ -44,7 +44,7 @@ def follow_folder(
         on_round: called with the report of each round that imported rows.
         on_vanished: called with each file that disappeared and has no compressed form in its place: rows that were
             written to it after it was last read are unknown.
-        on_unreadable: called at the end with the reason for each file that is there and could not be read, such as a
+        on_unreadable: called at the end with the reason for each existing file that could not be read, such as a
             table that was never completed.
         wait: called between rounds with seconds.
         options: those of `import_files`.

@@ -44,7 +44,7 @@ _SAMPLED: Final = _IDENTITY_FIELDS.union(_TOKENS, ("prompt", "completion"))
 
 
 def digest(*parts: Any) -> str:
-    """Return 32 hexadecimal characters that stand for values, whatever they are made of."""
+    """Return 32 hexadecimal characters that represent values, whatever they are made of."""
     hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, list) and part and isinstance(part[0], int | float):
@@ -91,7 +91,7 @@ class FileKeys:
     def group(self, record: RawRollout, number: int, key: str, unit: str) -> str:
         """Return what identifies the group that has a number in this file; `key` is that of the record.
 
-        A group across files has the name that its rows give it, and one prompt where the tool says so. Any other group
+        A group across files has the name that its rows give it, and one prompt if the tool has one. Any other group
         is identified by its first member, which stays the same when the file grows or moves.
         """
         if number not in self._groups:

@@ -43,7 +43,7 @@ from trajectory_store.recorder.row_encoder import Encoder
 BATCH_ROWS = 512
 _LOOKED_AT = 256
 COLUMNS = (*FAILURES, TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
-"""Why a trajectory failed, and how it was sampled, or that nobody says: NaN, and no mode."""
+"""Why a trajectory failed, and how it was sampled; if unknown: NaN, and no mode."""
 BATCH_TOKENS = 1 << 20
 Rows = Iterator[tuple[str, Mapping[str, Any], bool]]
 """The place of a row in its file, its columns, and whether its text was encoded."""
@@ -69,7 +69,7 @@ class FileReport:
     num_left_out: int = 0
     """Rows without anything that a policy sampled, or that repeat an earlier file."""
     num_assumed_one_turn: int = 0
-    """Trajectories of text that the file does not tell to be of one turn: the user says so, or looks all the same."""
+    """Trajectories of text that the file does not mark as one turn: the user specified it, or inspects them only."""
     bad: list[str] = field(default_factory=list[str])
     """Rows that could not be read, each with its place and the reason (`skip_bad`)."""
 
@@ -83,15 +83,15 @@ class ImportReport:
         files: one report per file, in order.
         other_files: files of the folders and archives that contain no rollouts.
         unreadable: the reason for each file of the folders and archives that could not be read.
-        vanished: files that a growing folder had, and that were gone before they were read completely.
+        vanished: files of a growing folder that were deleted before they were read completely.
         num_tokens: tokens of the imported trajectories, prompts included.
         num_encoded: trajectories whose text was encoded.
-        num_failed: trajectories whose rows say that they failed; they have no reward.
-        num_masked: trajectories of which the file does not tell what was sampled, or which their tool kept out of its
-            loss; they count for their group, and nothing is learned from them.
-        num_unended: trajectories of which nobody knows why they ended.
+        num_failed: trajectories whose rows record a failure; they have no reward.
+        num_masked: trajectories whose file does not record what was sampled, or which their tool kept out of its
+            loss; they count for their group, but are not learned from.
+        num_unended: trajectories without a known reason of their end.
         num_without_log_probs: trajectories without behaviour log-probs.
-        num_at_unknown_temperature: trajectories with log-probs of which the file does not say at which temperature.
+        num_at_unknown_temperature: trajectories with log-probs whose file does not record the temperature.
         num_without_reward: trajectories whose reward is not finite.
         num_evaluations: trajectories of an evaluation, which are marked and never learned from.
         reward_sum: of the others.
@@ -132,7 +132,7 @@ class ImportReport:
 
     @property
     def num_groups_with_spread(self) -> int:
-        """Groups that have two different rewards; the others teach GRPO nothing."""
+        """Groups that have two different rewards; GRPO learns nothing from the others."""
         return sum(first is None for first in self.groups.values())
 
     @property
@@ -185,44 +185,44 @@ def import_files(
     on_file: Callable[[FileReport], None] | None = None,
     on_commit: Callable[[ImportReport], None] | None = None,
 ) -> ImportReport:
-    """Import rollouts into a store, which is made if it is not there.
+    """Import rollouts into a store, which is created if it does not exist.
 
-    Token ids and log-probs that a file gives are kept. Text is encoded once, here, and `meta` says so. What a file does
-    not hold stays unknown: behaviour log-probs are NaN (`RetrieveLogProb` fills them in when the store is trained on),
-    no end token is added, no reason of an end is made up. Rows are identified by their content (`imported_rows`), so an
-    import that was killed and is called again continues where it stopped, a file that has grown adds only its new rows,
-    and a file that was moved, renamed, compressed or copied adds nothing. TRL writes a generation into one table per
-    step that it takes on it: of consecutive tables that differ only in `step`, the first is imported.
+    Token ids and log-probs that a file gives are kept. Text is encoded once, here; `meta` records it. Values that a
+    file lacks stay unknown: behaviour log-probs are NaN (`RetrieveLogProb` fills them in when the store is trained on),
+    no end token is added, and no finish reason is invented. Rows are identified by their content (`imported_rows`), so
+    an import that was killed and is called again continues where it stopped, a file that has grown adds only its new
+    rows, and a file that was moved, renamed, compressed or copied adds nothing. TRL writes a generation into one table
+    per step that it takes on it: of consecutive tables that differ only in `step`, the first is imported.
 
     Args:
         files: files, saved Hugging Face data sets, folders; see `rlhf_pipeline.data.files`, and `.pt` dumps.
         into: folder of the store.
-        format: one of `rlhf_pipeline.exchange.tools.NAMES`; `auto` goes by the fields of the first row.
+        format: one of `rlhf_pipeline.exchange.tools.NAMES`; `auto` decides by the fields of the first row.
         tokenizer: of transformers, or the folder or hub name of one; only needed for text without token ids.
-        fields: target to field name or dotted path, for example `{"prompt": "question"}`; `none` leaves a target out.
+        fields: target to field name or dotted path, for example `{"prompt": "question"}`; `none` excludes a target.
             `reward` may be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
-        group: the field that tells groups apart; or how many rows in turn are a group; or `none`: groups of one
-            trajectory each, which an import otherwise refuses, are meant.
+        group: the field that distinguishes groups; or how many rows in turn are a group; or `none`: groups of one
+            trajectory each, which an import otherwise rejects, are intended.
         by_prompt: all rows of one prompt (and one version) are one group, wherever they are in the file.
         source: a name for the training that wrote the files. Rows of two trainings may be equal, and are then
             distinguished by this name.
         chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
-        one_turn: completions without token ids hold no words of an environment, where the file does not say so.
-        skip_bad: pass over up to so many rows that cannot be read, and name them in the report.
-        for_display: the rows are only looked at: what would be asked for is left open, and out of the loss.
+        one_turn: completions without token ids contain no text of an environment, where the file does not record it.
+        skip_bad: skip up to this many rows that cannot be read, and list them in the report.
+        for_display: the rows are only displayed: values that an import would ask for stay unset, and out of the loss.
         growing: a tool is still writing the files: a last line that it has not ended is left for the next import, and
             so is a file that cannot be read yet.
         settled: files that are written again are complete, so stored rows that they lack are superseded; by default if
             the files are not growing.
         durability: of the store; see `TrajectoryStore.create`.
-        batch_rows: at most so many trajectories per commit.
+        batch_rows: maximum number of trajectories per commit.
         on_file: called when a file's format is known.
         on_commit: called after every commit.
 
     Raises:
-        MissingPathError: a file or the tokenizer is not there.
+        MissingPathError: a file or the tokenizer does not exist.
         DefinitionError: the format, a field or the tokenizer is missing or wrong, or each group has one trajectory.
-        DataError: a row is broken; it is named, and what was read before it is in the store.
+        DataError: a row is invalid; the message identifies it, and the rows before it are in the store.
         RunExistsError: another import writes to the store.
         StoreError: the store cannot be written.
     """
@@ -406,7 +406,7 @@ def _as_written(fields: Fields, tool: Tool) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _How:
-    """How the user says that rows become records."""
+    """How the user specifies that rows become records."""
 
     field_paths: Mapping[str, str]
     group: str | int | None
@@ -418,7 +418,7 @@ class _How:
     growing: bool = False
     settled: bool = True
     beside: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, "dict[Any, Any]"])
-    """What rows of other files say of these."""
+    """The values for these in rows of other files."""
     annotations: list[Dump] = field(default_factory=list[Dump])
     """Files of later values of trajectories."""
 
@@ -572,7 +572,7 @@ def _item(candidate: DumpCandidate, format: str, how: _How, summaries: list[Dump
 
 
 def _filled(row: Row, rows: Iterator[tuple[int, Row]]) -> Row:
-    """Return the first row with what stands in the next ones where it has null, so that columns are told apart."""
+    """Return the first row with the values of the next ones where it has null, so that columns are distinguished."""
     filled = dict(row)
     if any(value is None for value in filled.values()):
         with contextlib.suppress(DataError):  # named when its turn comes
@@ -582,7 +582,7 @@ def _filled(row: Row, rows: Iterator[tuple[int, Row]]) -> Row:
 
 
 def _repeats(item: _Item, before: _Item) -> bool:
-    """Return True, and say so in its report, if a file's rows are those of the one before it, apart from one field."""
+    """Return True, and report it, if a file's rows are those of the one before it, apart from one field."""
     but = item.reader.repeated_but if isinstance(item.reader, Tool) else ""
     if not but or (item.report.format, item.source.path.parent) != (before.report.format, before.source.path.parent):
         return False
@@ -620,7 +620,7 @@ def _decide(item: _Item) -> bool:
                         groups.number(record, number)
             except DataError:
                 continue  # named when its turn comes
-            except DefinitionError as error:  # the user must say something of the file
+            except DefinitionError as error:  # the user must specify something about the file
                 where = source.where(number) if groups.num_members else source.path
                 raise DefinitionError(f"{where}: {error}") from None
     try:

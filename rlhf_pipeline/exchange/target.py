@@ -79,7 +79,7 @@ class ExistingRows:
     """The trajectories that a store held before an import, each to be found once by its id.
 
     The k-th row of an id in a file is the k-th of that id in the store: rows without an id all have -1, and those of a
-    training that was resumed stand twice under one.
+    training that was resumed occur twice under one.
     """
 
     def __init__(self, store: TrajectoryStore) -> None:

@@ -1,6 +1,6 @@
 """Group-relative advantages over ragged groups, without a loop over groups.
 
-The end of a name tells a shape: `_N` is one value per trajectory (of turns: per turn), `_G` one per group.
+The suffix of a name gives a shape: `_N` is one value per trajectory (of turns: per turn), `_G` one per group.
 """
 
 from __future__ import annotations
@@ -474,7 +474,7 @@ def turn_advantage(
         A_ik = sum over l >= k of discount ** (l - k) * (r_il - mean_l) / max(std_l, 1e-6)
 
     A member that ended before turn `l` counts there with a reward of 0: it earns nothing more. So a lone success after
-    the others have ended stands out, and they fall behind it. A member that failed, whose reward is not finite from
+    the others have ended raises the mean above them. A member that failed, whose reward is not finite from
     some turn on, leaves mean and spread from that turn on, and its own advantages are 0.
 
     So a turn answers for itself and for what comes after it, and not for what came before. For two turns that all

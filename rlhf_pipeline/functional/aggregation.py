@@ -132,7 +132,7 @@ def _group_tokens(lengths: torch.Tensor, groups: torch.Tensor | None) -> tuple[t
 
 
 def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonus: bool = False) -> torch.Tensor:
-    """Return which trajectories have a gradient; the others may be left out of the forward pass.
+    """Return which trajectories have a gradient; the others may be omitted from the forward pass.
 
     All stay in the counts. With a KL loss or an entropy bonus, every trajectory has a gradient.
 

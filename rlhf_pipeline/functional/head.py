@@ -462,7 +462,7 @@ def token_log_probs(
     Differentiable once in hidden, weight and bias; gradients that are not needed are not computed (a frozen head
     skips a third of the backward pass). The logits, the log-sum-exp (maximum subtracted) and the weight's gradient
     over chunks are float32 whatever the dtype of the operands; float64 operands stay float64. On CUDA, bfloat16
-    operands are multiplied as they are, with a float32 product; on the CPU they are multiplied as float32.
+    operands are multiplied unchanged, with a float32 product; on the CPU they are multiplied as float32.
 
     Args:
         hidden: [N, H], the state that *predicts* each target: for token `t` of a sequence, the state at `t - 1`.
@@ -522,7 +522,7 @@ def _gradients(
 
 
 def _leaf(values: torch.Tensor) -> torch.Tensor:
-    """Return values that begin a graph of their own."""
+    """Return values that begin a separate graph."""
     return values.detach().requires_grad_()
 
 

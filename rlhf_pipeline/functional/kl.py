@@ -90,7 +90,7 @@ def kl_loss(
     * `k3`: `exp(-d) - 1 + d`; the gradient is biased.
 
     For tokens that another policy sampled, `behaviour` corrects with `w = pi / behaviour`, whole: a bound on it would
-    leave the correction out where it is needed. Under the policy's own
+    omit the correction where it is needed. Under the policy's own
     expectation, the gradients of `k2` and `k3+` are right, so their weight is a constant, `stopgrad(w)`; the value of
     `k3` is right, so its weight is differentiated too (the form of DeepSeek-V3.2). The expected gradient of all
     three is then that of the KL.

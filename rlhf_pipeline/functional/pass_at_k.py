@@ -11,7 +11,7 @@ import numpy.typing as npt
 def mean_interval(per_prompt: npt.NDArray[np.floating]) -> tuple[float, float | None, float | None]:
     """Return the mean over prompts and its 95 % normal interval, `mean -+ 1.96 s / sqrt(n)`.
 
-    Prompts are the independent units, not completions: those of one prompt say less together.
+    Prompts are the independent units, not completions: completions of one prompt are not independent.
 
     Args:
         per_prompt: float [n], the mean of each prompt; n is at least 1.

@@ -3,7 +3,7 @@
 All per-token tensors have one shape, [N] rows or [B, T]. `log_ratio` is `log pi - log proximal`, already
 clamped (`kl.clamped_log_ratio`), with the gradient of the current policy. Losses are per token, unweighted:
 `aggregation.token_weights` gives the weights. Log-probs are in nats. Where sequences have a part in a formula, the end
-of a name tells a shape: `_N` is one value per row, `_B` one per sequence.
+of a name gives a shape: `_N` is one value per row, `_B` one per sequence.
 """
 
 from __future__ import annotations
@@ -400,7 +400,7 @@ def off_policy_mask(
     """Return which rows stay: all but sequences of negative advantage that the policy has moved away from.
 
     A sequence goes if `A < 0` and the mean of `behaviour - log_probs` over its tokens is above the threshold.
-    DeepSeek-V3.2, arXiv:2512.02556; TRL's `off_policy_mask_threshold`. A log-prob of -inf says nothing.
+    DeepSeek-V3.2, arXiv:2512.02556; TRL's `off_policy_mask_threshold`. A log-prob of -inf carries no information.
 
     Args:
         log_probs: [N], of the current policy.

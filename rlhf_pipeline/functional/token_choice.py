@@ -49,7 +49,7 @@ def clip_cov_mask(
     high: float,
     seed: tuple[int, ...],
 ) -> torch.Tensor:
-    """Return which tokens stay when some whose covariance with the advantage is high are drawn and left out (Clip-Cov).
+    """Return which tokens stay when some whose covariance with the advantage is high are drawn and excluded (Clip-Cov).
 
     With `c = (A - mean A) (lp - mean lp)` over all tokens, `max(floor(share N), 1)` of those with `low < c < high` that
     the ratio's clip does not stop anyway go; all of them if there are fewer. arXiv:2505.22617; verl's `clip_cov`.

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class _Root(nn.Module):
-    """The module that FSDP wraps: inside its forward, the embedding and the head are whole.
+    """The module that FSDP wraps: inside its forward, the embedding and the head are complete.
 
     The policy calls the trunk and reads the head's weight by itself, so the model's own forward is never called.
     """
@@ -60,7 +60,7 @@ class Shards:
 
     @property
     def leads(self) -> bool:
-        """Whether this process tells the other processes of the group what to do."""
+        """Whether this process directs the other processes of the group."""
         return self._leads
 
     @property
@@ -77,7 +77,7 @@ class Shards:
         self._leads, self._mirror, self._mirrors = self.is_first, mirror, True
 
     def broadcast(self, what: str, **more: Any) -> None:
-        """Tell the following processes what comes next; does nothing in a process that does not lead."""
+        """Send the next operation to the following processes; does nothing in a process that does not lead."""
         if self._leads:
             send({"what": what, **more})
 
@@ -119,7 +119,7 @@ class Shards:
     def share(self, numbers: Iterable[int]) -> list[int | None]:
         """Return which of these micro-batches this process runs; a micro-batch always belongs to the same process.
 
-        All processes run equally many, because they gather weights together: None stands for an empty one.
+        All processes run equally many, because they gather weights together: None represents an empty one.
         """
         runs: list[list[int]] = [[] for _ in range(self.world_size)]
         for number in numbers:

@@ -20,7 +20,7 @@ Queued = Mapping[torch.device, Any]
 class HostCopies:
     """Host memory for one copy of some tensors; the next copy reuses it.
 
-    The copy of a tensor on a GPU is in pinned memory and made on a stream of its own, beside the kernels of the thread
+    The copy of a tensor on a GPU is in pinned memory and made on a separate stream, beside the kernels of the thread
     that uses the tensor. Tensors that share memory (a head tied to the embedding) share the memory of their copy.
 
     >>> copies = HostCopies()
@@ -68,7 +68,7 @@ class HostCopies:
 
     @contextmanager
     def _beside(self, device: torch.device, after: Any) -> Iterator[None]:
-        """On a CUDA device, run on a stream of its own, after an event, and wait for it at the end."""
+        """On a CUDA device, run on a separate stream, after an event, and wait for it at the end."""
         if device.type != "cuda":
             yield
             return

@@ -74,7 +74,7 @@ class Learner:
 
     A step is a pure function of the weights, the store and the step number: it sees the graded trajectories whose
     policy version is at most `max_staleness` behind, and takes all of them, in the order of their ids, or as many as
-    `sample` says. Loss weights are fixed from the counts of the whole step before it is split, so the token budget
+    `sample` sets it. Loss weights are fixed from the counts of the whole step before it is split, so the token budget
     changes memory use but not the gradient. The step's ledger row is on disk before the optimizer steps, and the uses
     of a trajectory are counted from the ledger.
 
@@ -86,7 +86,7 @@ class Learner:
         config: optimizer and token budget.
         max_staleness: largest age, in optimizer steps, of a trajectory to learn from; None sets no limit.
         sample: which of those a step takes; all by default.
-        batch_size: how many of those a step takes, unless `sample` says.
+        batch_size: how many of those a step takes, unless `sample` sets it.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         ledger: records which trajectories entered which step; None records nothing (a replay).
         seed: recorded in the ledger.
@@ -274,7 +274,7 @@ class Learner:
             self._uses.load_state(uses["uses"].numpy())
 
     def follow(self, bring: Callable[[Path], Path] = lambda path: path) -> None:
-        """Repeat the steps, writes and reads of the first process until it says to stop.
+        """Repeat the steps, writes and reads of the first process until it sends a stop.
 
         For the other processes of a group whose first one leads; see `Shards.lead`.
 
@@ -527,7 +527,7 @@ class Learner:
         Args:
             step: its number, from 1.
             keep: returns which trajectories are allowed, bool [n]; None allows all.
-            of_newest: returns which of these are of the newest rollout, bool [n]; None if their age tells.
+            of_newest: returns which of these are of the newest rollout, bool [n]; None if their age shows it.
             watermark: read the store as of this watermark; None means now, with all that is new compared with its
                 checksums.
 
@@ -660,7 +660,7 @@ class Learner:
             self.buffer.store.update(plan.row_ids[list(figures_by_row)], policy_log_probs=log_probs, entropy=entropy)
 
     def _current_log_probs(self, plan: StepPlan, chosen: torch.Tensor | None) -> torch.Tensor:
-        """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None stands for an empty one."""
+        """Return the policy's log-probs of a micro-batch, `[B, T]`, on its device; None represents an empty one."""
         if chosen is None:
             return self.policy.log_probs(_NOTHING.tokens, _NOTHING.attention, _NOTHING.mask)
         batch = plan.parts[int(chosen[0])]
@@ -685,7 +685,7 @@ class Learner:
             proximal[batch.candidates] = proximal_values
             mask = mask & torch.isfinite(proximal)
         if ref is None and self.loss.settings.reads_reference and bool(plan.scored.any() or not plan.produced.any()):
-            ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; the loss leaves these out
+            ref = torch.full(mask.shape, torch.nan)  # other rows of the step have them; the loss excludes these
         weight = plan.weights[chosen][:, None] * batch.candidates
         return dataclasses.replace(batch, mask=mask, ref=ref, proximal=proximal, weight=weight)
 
@@ -720,7 +720,7 @@ class Learner:
                 "seed": self.seed,
                 "ages": chosen.ages.tolist(),
                 "ess": ess,
-                # Where a page says what taught nothing, it reads it here.
+                # A page that shows which rows taught nothing reads it here.
                 "no_gradient": chosen.row_ids[~plan.teaches].tolist(),
                 "left_out": dict(chosen.left_out),
                 **more,
@@ -757,5 +757,5 @@ class Learner:
 def _of_rows(plan: StepPlan, chosen: torch.Tensor, scores: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the policy's log-probs of the assistant tokens of a micro-batch's rows, by position in the plan."""
     batch = plan.parts[int(chosen[0])]
-    scores = scores.where(batch.mask, 0.0)  # the loss leaves the others out already, whatever the reason
+    scores = scores.where(batch.mask, 0.0)  # the loss excludes the others already, whatever the reason
     return {at: row[keep] for at, row, keep in zip(chosen.tolist(), scores, batch.candidates, strict=True)}

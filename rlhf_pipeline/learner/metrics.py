@@ -121,7 +121,7 @@ def custom_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> 
             returned = function(step_view)
             figures = dict(returned) if isinstance(returned, Mapping) else {name: returned}
             figures = {str(key): None if value is None else float(value) for key, value in figures.items()}
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported, and the run goes on
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported, and the run continues
             figures, text = {name: None}, f"{type(error).__name__}: {error}"
             problems.append(f"the metric {name} failed ({text}); its figure is absent.")
         if duplicates := sorted(figures.keys() & step_view.figures.keys()):

@@ -32,7 +32,7 @@ from rlhf_pipeline.learner.optimizer_state import (
 )
 
 _FIRST: Final = f"{RNG}/0"
-"""The name of the first process's random generator; each has one of its own."""
+"""The name of the first process's random generator; each process has one."""
 
 
 def write_shards(folder: Path, *, policy: Any, optimizer: PolicyOptimizer) -> None:

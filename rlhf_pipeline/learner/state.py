@@ -67,7 +67,7 @@ class LearnerState:
         write_tensors(folder, self.files)
 
     def changing(self) -> dict[str, Tensor]:
-        """Return the tensors that steps change, with names of their own."""
+        """Return the tensors that steps change, each with its own name."""
         trained = {f"{_MODEL}/{name}": tensor for name, tensor in self.weights.items() if name not in self.frozen}
         return trained | {
             f"{at}/{name}": tensor for at, tensors in self.files.items() for name, tensor in tensors.items()

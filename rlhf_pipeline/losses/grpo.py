@@ -110,7 +110,7 @@ class GRPOLossOutput(_TorchRLOutput):
     def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
         """With `reduce=True`, return the mean of the loss terms; otherwise `TensorDict.mean` of every field.
 
-        TorchRL's recipes step on `loss.mean(reduce=True)`. It leaves out the diagnostics, so the step does not depend
+        TorchRL's recipes step on `loss.mean(reduce=True)`. It omits the diagnostics, so the step does not depend
         on their number.
         """
         return TensorDict(self._terms).mean(reduce=True, **kwargs) if reduce else super().mean(*args, **kwargs)
@@ -184,9 +184,9 @@ class GRPOLoss(LossModule):
     batching, and the gradient is the same for every split into micro-batches. Without it the weights come from
     this batch's own counts.
 
-    A token is left out of the loss and the counts if its log-prob is not finite under the behaviour policy, the
+    A token is excluded from the loss and the counts if its log-prob is not finite under the behaviour policy, the
     proximal policy (with `decoupled`), or the reference (with a KL term against it). With `"loss_weight"` the caller
-    counts, and must leave it out there. Every ragged leaf is padded on the same side.
+    counts, and must exclude it there. Every ragged leaf is padded on the same side.
 
     The batch is constant: only the log-probs of the actor have a gradient, and all are taken at the temperature `T` of
     sampling, `log_softmax(z / T)`. A leaf that requires a gradient is refused.
@@ -206,7 +206,7 @@ class GRPOLoss(LossModule):
         settings: the settings of the loss, frozen. Each is also an attribute: `loss.entropy_coeff = 0.5` replaces them.
 
     Raises:
-        DefinitionError: a setting is unknown or cannot work; the message says why.
+        DefinitionError: a setting is unknown or cannot work; the message gives the reason.
 
     Returns:
         `GRPOLossOutput`.
@@ -373,7 +373,7 @@ class GRPOLoss(LossModule):
         figures, masks = download(scored), [batch.mask.cpu() for batch in batches]
         counts = torch.cat([mask.sum(1) for mask in masks])
         order = torch.arange(len(counts)) if rows is None else torch.cat(list(rows))
-        # The rows lie as they were split; a token's key is its row's place in the step, and the sort is stable.
+        # The rows are in the order of the split; a token's key is its row's place in the step, and the sort is stable.
         back = order.repeat_interleave(counts).argsort(stable=True)
         log_probs, advantage, clipped, entropy = torch.cat(figures, 1)[:, back]
         keep = top_entropy_mask(entropy, self.settings.top_entropy_quantile)
@@ -640,7 +640,7 @@ class GRPOLoss(LossModule):
         policy_weight = torch.where(has_log_prob, policy_weight, 0.0)
         kl_weight = torch.where(has_log_prob, weight, 0.0)
         if index is not None:
-            index = torch.where(has_log_prob, index, sequences)  # of a sequence of its own
+            index = torch.where(has_log_prob, index, sequences)  # of its own sequence
         loss, _ = self._objective.loss(
             self._tokens(log_probs, advantage, proximal, behaviour, entropy, index, sequences + 1)
         )
@@ -678,7 +678,7 @@ class GRPOLoss(LossModule):
         """Return the diagnostics of `GRPOLossOutput` over the masked tokens, with the sums that they merge from."""
         known_N = torch.isfinite(log_probs.detach())
         lp_N = torch.where(known_N, log_probs.detach(), rows.proximal)
-        index_N = torch.where(known_N, rows.index, rows.sequences)  # a banned token is of a sequence of its own
+        index_N = torch.where(known_N, rows.index, rows.sequences)  # a banned token is its own sequence
         loss, log_ratio_N = self._objective.loss(
             self._tokens(lp_N, rows.advantage, rows.proximal, rows.behaviour, entropy, index_N, rows.sequences + 1)
         )

@@ -145,7 +145,7 @@ def loss_settings(settings: GRPO | None, keywords: Mapping[str, Any]) -> LossSet
     """Return the settings of a loss: those of a definition with changes, or TorchRL's defaults with changes.
 
     Raises:
-        DefinitionError: a keyword is unknown, or its value cannot work; the message says why.
+        DefinitionError: a keyword is unknown, or its value cannot work; the message gives the reason.
     """
     if settings is None:
         return changed(LossSettings(), {**TORCHRL_DEFAULTS, **keywords})
@@ -190,7 +190,7 @@ def changed(settings: LossSettings, keywords: Mapping[str, Any]) -> LossSettings
 
 
 def clip_settings(clip_epsilon: float | tuple[float, float], objective: Any = "grpo") -> dict[str, Any]:
-    """Return the settings that TorchRL's `clip_epsilon` stands for: one number for both sides, or (low, high).
+    """Return the settings that TorchRL's `clip_epsilon` represents: one number for both sides, or (low, high).
 
     For `cispo` a low side of 1 is no lower clip: the ratio is always above `1 - 1`.
 

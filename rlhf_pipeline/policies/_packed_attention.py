@@ -1,7 +1,7 @@
 """Attention over rows laid end to end.
 
 transformers' own packed path builds a dense mask over the whole pack, which is slower than padding. Here each segment
-is a call of its own on the CPU, and one variable-length kernel serves them all on CUDA. Segments travel as a keyword
+is a separate call on the CPU, and one variable-length kernel serves them all on CUDA. Segments travel as a keyword
 argument through the model, so that a layer that is recomputed in the backward pass finds them again.
 """
 
@@ -23,7 +23,7 @@ QUERY_BLOCK = 512
 
 
 class PackedUnsupported(Exception):
-    """The model cannot run on packed rows; the message says why. Callers fall back to padding."""
+    """The model cannot run on packed rows; the message gives the reason. Callers fall back to padding."""
 
 
 def packed_attention(
@@ -45,7 +45,7 @@ def packed_attention(
         query: `[1, heads, N, D]`.
         key: `[1, key heads, N, D]`; key heads divide heads.
         value: as `key`.
-        attention_mask: None, as the segments say it all.
+        attention_mask: None, as the segments contain all information.
         segments: of the rows.
         scaling: of the products; `1 / sqrt(D)` when None.
         dropout: 0.

@@ -27,7 +27,7 @@ MIN_SHARED_TOKENS = 8
 class Segments:
     """Stretches of the packed axis that attend causally to themselves, and to a prefix laid out elsewhere.
 
-    Segments are in order and fill the axis; a prefix is a segment of its own.
+    Segments are in order and fill the axis; a prefix is a separate segment.
     """
 
     starts: list[int]

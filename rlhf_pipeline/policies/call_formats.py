@@ -265,7 +265,7 @@ def rewritten_history(
 ) -> str | None:
     """Return how a chat template rewrites earlier turns once later ones follow, in a sentence; None if it does not.
 
-    A row keeps the turns as they were sampled, so with such a template the policy is trained on conversations that
+    A row keeps the turns as sampled, so with such a template the policy is trained on conversations that
     the template alone would show otherwise.
 
     Args:

@@ -15,7 +15,7 @@ from trajectory_store.recorder.text_codec import messages_of
 Message = Mapping[str, Any]
 
 CUT: Final = " [cut]"
-"""Stands at the end of a reply that was cut."""
+"""The mark at the end of a reply that was cut."""
 _CHARACTERS_A_TOKEN: Final = 32
 """No more of a text is encoded to see that it is too long."""
 _MARK = "assistants-turn-goes-here"
@@ -23,7 +23,7 @@ _MARKS = re.compile(r"message-(\d+)-goes-here")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-# The store's package has the tokens, and errors of its own.
+# The store's package has the tokens, and its own errors.
 encode_prompt = as_ours()(text_codec.encode_prompt)
 encode_text = as_ours()(text_codec.encode_text)
 decode_completion = as_ours()(text_codec.decode)
@@ -49,7 +49,7 @@ def known_text(tokenizer: Any, text: str) -> str:
 
 
 def cut_text(tokenizer: Any, text: str, most: int) -> tuple[str, int]:
-    """Return a text with so many tokens at most, and its tokens; where it is cut, a mark says so."""
+    """Return a text with so many tokens at most, and its tokens; where it is cut, a mark shows it."""
     head = text[: _CHARACTERS_A_TOKEN * (most + 1)]
     ids = encode_text(tokenizer, head, add_special_tokens=False)
     if len(ids) <= most and head == text:
@@ -86,7 +86,7 @@ def encode_reply(
     template: Mapping[str, Any] | None = None,
     end_token_ids: Collection[int] | None = None,
 ) -> list[int]:
-    """Return the tokens that stand between a sampled turn of the assistant and its next one.
+    """Return the tokens between a sampled turn of the assistant and its next one.
 
     The chat template puts there: the end of the assistant's turn, unless it was sampled, the replies, and the header
     of the next turn. The sampled tokens are never encoded again: the policy continues
@@ -138,7 +138,7 @@ def reply_text(
     marked, first = _marked([*before, *after]), len(before)
     if (turn or {}).get("tool_calls"):
         caller: dict[str, Any] = {"content": "", **(turn or {}), "role": "assistant"}
-        # What stands before the reply's own text does not depend on it.
+        # The text before the reply's own text does not depend on it.
         sample = rendered(marked[:first], [caller], marked[first:])
         start = _common(rendered(marked[:first]), sample)
         stop = mark.start() if (mark := _MARKS.search(sample, start)) else len(sample)
@@ -281,7 +281,7 @@ def _last_split(codec: Any, head: str, tail: str) -> int:
     """Return where the last special token of `head` starts in `head + tail`; 0 without one.
 
     A tokenizer cuts a text at these tokens before it does anything else, so the ids from there on are the same without
-    what stands before. A reply then costs what is new, not the whole conversation.
+    the text before. A reply then costs what is new, not the whole conversation.
     """
     added = [t.content for t in codec.added_tokens_decoder.values() if not (t.normalized or t.single_word)]
     if not added:

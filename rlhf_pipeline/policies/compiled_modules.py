@@ -43,7 +43,7 @@ def compiled_by(backend: str | None) -> Iterator[None]:
 
 
 def compiled_as_now() -> AbstractContextManager[None]:
-    """Return a context, for any thread, in which modules are compiled as they are here and now."""
+    """Return a context, for any thread, in which modules are compiled with the current settings."""
     return compiled_by(_backend.get())
 
 
@@ -92,7 +92,7 @@ def _compiled(forward: Callable[..., Tensor], backend: str) -> Callable[..., Ten
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm over the last dimension, without modules of its own."""
+    """Return whether a module is a norm over the last dimension and contains no modules."""
     weights = dict(module.named_parameters())
     is_vector = set(weights) <= {"weight", "bias"} and "weight" in weights and weights["weight"].ndim == 1
     return is_vector and type(module).__name__.endswith(("RMSNorm", "LayerNorm"))

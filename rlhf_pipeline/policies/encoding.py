@@ -134,7 +134,7 @@ def _encode(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], 
     if has_generation_markers(tokenizer):
         return encode_chat(tokenizer, messages)
     if getattr(tokenizer, "chat_template", None) is None:
-        return encode_chat(tokenizer, messages)  # says what is missing
+        return encode_chat(tokenizer, messages)  # reports what is missing
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     return [int(i) for i in ids], None
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint folder, with errors that say what to do."""
+"""Loading a checkpoint folder, with errors that state what to do."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
             "Check that config.json and the weights belong together."
         ) from error
     except Exception as error:
-        # safetensors raises a class of its own, derived from Exception, for a damaged file.
+        # safetensors raises its own class, derived from Exception, for a damaged file.
         if type(error).__name__ != "SafetensorError":
             raise
         raise DataError(

@@ -92,7 +92,7 @@ class ModelParts:
     def sampling_weight(self) -> Tensor:
         """Return the head's weight in the dtype that `logits` multiplies in; cast once per call of the engine.
 
-        float32 and float64 weights as they are; bfloat16 and float16 as they are on CUDA, where a matmul of them can
+        float32 and float64 weights unchanged; bfloat16 and float16 also unchanged on CUDA, where a matmul of them can
         write float32, and as float32 elsewhere.
         """
         weight = self.head.weight.detach()
@@ -280,7 +280,7 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
 
     Beyond its limit, a rotary embedding that depends on the longest row of a batch makes a row's scores depend on its
     neighbours, and scores sampled tokens at other frequencies than they were sampled with. Which tokens an indexed
-    attention leaves out depends on the length of a batch as well, through the order of equal scores.
+    attention excludes depends on the length of a batch as well, through the order of equal scores.
     """
 
     def least(*values: Any) -> int | None:
@@ -345,7 +345,7 @@ def _cache_refusal(trunk: nn.Module, config: Any, cache_type: Any) -> str | None
     if limits:
         low, high = min(limits)
         reason = (
-            f"its recurrence limits its time steps ({low} to {high}) in whole rows, and not in single steps "
+            f"its recurrence limits its time steps ({low} to {high}) in whole rows, but not in single steps "
             "(huggingface/transformers#48989)"
         )
         if tuple(getattr(config, "time_step_limit", ())) == (0.0, math.inf):

@@ -159,7 +159,7 @@ def scratch_model(
     if not alphabet or len(set(alphabet)) != len(alphabet):
         raise DefinitionError(f"alphabet {alphabet!r} is empty or repeats a character; give every character once.")
     tokenizer = _character_tokenizer(alphabet, max_positions)
-    # A Llama: AutoTokenizer reads tokenizer.json as it is for this type, so a saved policy loads anywhere.
+    # A Llama: AutoTokenizer reads tokenizer.json unchanged for this type, so a saved policy loads anywhere.
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=max_positions,
@@ -189,7 +189,7 @@ def _sizes(*, hidden_size: int, num_layers: int, num_heads: int) -> dict[str, An
 
 
 def _random_model(kind: type[Any], config: Any, seed: int) -> Any:
-    """Return a model whose weights depend on the seed alone; the global generator is left as it was."""
+    """Return a model whose weights depend on the seed alone; the global generator is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind(config).eval()

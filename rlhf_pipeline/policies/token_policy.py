@@ -48,7 +48,7 @@ __all__ = ["Completion", "RaggedCompletions", "ScoringRows", "TokenPolicy"]
 class TokenPolicy(nn.Module):
     """A policy around any causal language model of transformers.
 
-    It samples completions on KV-cache slots, with the log-prob of every token as it is sampled, and scores given
+    It samples completions on KV-cache slots, with the log-prob of every sampled token, and scores given
     tokens from hidden states, so that `[B, T, V]` logits never exist. Dropout stays off: `train()` leaves the model
     in eval mode, because the ratio of a policy with dropout to the same policy without it is noise.
 
@@ -63,14 +63,14 @@ class TokenPolicy(nn.Module):
         eos_token_id: the token or tokens that end a completion. None takes those of the generation config (or the
             model's config) and the tokenizer's; an empty list means that only the limit ends a completion.
         pad_token_id: the token that fills padding. None takes the tokenizer's, the config's, the first EOS, or 0. It
-            may equal an EOS token: masks tell padding from tokens, ids never do.
+            may equal an EOS token: masks distinguish padding from tokens, ids never do.
         num_slots: how many completions are generated in parallel.
         scoring_layout: how scored rows go through the model: "padded", "packed" or "prefix_shared" (see
-            `policies.packed`). If the model does not support the layout, rows are padded and `layout_notices` says so.
+            `policies.packed`). If the model does not support the layout, rows are padded; `layout_notices` reports it.
 
     Raises:
         DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
-            states (the message says why).
+            states (the message gives the reason).
 
     >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("01=", hidden_size=16, num_layers=1, num_heads=2, seed=0, max_new_tokens=3)
@@ -344,7 +344,7 @@ class TokenPolicy(nn.Module):
             input_ids: int64 `[B, T]`, padded on any side; ids at padding are ignored.
             attention_mask: bool `[B, T]`, True at tokens.
             score_mask: bool `[B, T]`, True where a log-prob is wanted; every token when None. The first token of a
-                row has no log-prob and padding has none, whatever this mask says.
+                row has no log-prob and padding has none, whatever this mask contains.
             temperature: logits are divided by it; the policy's own when None.
             chunk_size: rows per pass through the head; the default suits the vocabulary.
 
@@ -408,9 +408,9 @@ class TokenPolicy(nn.Module):
             stream_ids: one integer per prompt that names its random stream; the prompt's index when None.
             refresh: loads newer weights during sampling.
             ended: takes each completion as it ends; see `Engine.generate`.
-            truncation: top-k, top-p and min-p; only with the slot engine, which tells the mass of the support.
+            truncation: top-k, top-p and min-p; only with the slot engine, which reports the mass of the support.
             stop: texts that end a completion, at the token that completes one. Every engine has them: the slots on a
-                CPU stop there, others go on and are cut there.
+                CPU stop there, others continue and are cut there.
 
         Returns:
             Completions, prompt-major and member-minor, in flat arrays, which a store appends without a loop.

@@ -23,14 +23,14 @@ class ParsedTurn:
 
 
 def schema_of(tool: Any) -> dict[str, Any]:
-    """Return the JSON schema of a tool: its own, or what annotations and docstring of a function say."""
+    """Return the JSON schema of a tool: its own, or one from the annotations and docstring of a function."""
     if isinstance(tool, Mapping):
         return dict(cast("Mapping[str, Any]", tool))
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         return get_json_schema(tool)
-    except Exception as error:  # transformers has errors of its own for each thing that is missing
+    except Exception as error:  # transformers has its own errors for each thing that is missing
         name = getattr(tool, "__name__", type(tool).__name__)
         raise DefinitionError(f"the tool {name} cannot be described to the policy: {error}") from error
 
@@ -89,7 +89,7 @@ class TurnParser:
             return ParsedTurn(message=plain, error=line[:200])
         calls = [{"id": id_of(position), **call} for position, call in enumerate(calls)]
         if calls:
-            # Templates read a name and arguments of each call, whatever the policy left out.
+            # Templates read a name and arguments of each call, whatever the policy omitted.
             message["tool_calls"] = [
                 {
                     "id": call["id"],

@@ -18,7 +18,7 @@ from rlhf_pipeline.run.folder import RunFolder
 SILENT_S: Final = 30.0
 """A live process renews its heartbeat every two seconds; one that has not for this long is frozen."""
 _STILL_S: Final = 300.0
-"""A run that takes no step for this long stands still, unless its steps are long."""
+"""A run that takes no step for this long has stalled, unless its steps are long."""
 _STILL: Final = 10
 """... that is, if the time is less than this many times the longest of its newest steps."""
 _FIRST_S: Final = 3600.0

@@ -9,7 +9,7 @@ from rlhf_pipeline.errors import plain
 
 
 def one_line(text: str, width: int) -> str:
-    r"""Return `text` on one line of at most `width` characters, leaving out the middle if it is too long.
+    r"""Return `text` on one line of at most `width` characters, omitting the middle if it is too long.
 
     >>> one_line("a\nb", 10)
     'a\\nb'

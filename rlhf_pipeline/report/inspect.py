@@ -39,7 +39,7 @@ def grade(view: View, bind: Callable[[Iterable[str]], BoundRewards]) -> Answer |
         bind: returns the rewards, bound to the columns of the stored rows among others.
 
     Raises:
-        CorruptionError: some rows do not match their checksums, so that other rewards would say nothing.
+        CorruptionError: some rows do not match their checksums, so that other rewards would be meaningless.
     """
     stored = view.stored
     evaluated = stored.scalars("evaluation")

@@ -86,7 +86,7 @@ def record(view: View) -> Answer:
     """Return the answers that the page has, by the address of their question: one for everything that can be clicked.
 
     A step on a curve has its figures and counts, and a choice of steps their groups too. Counts are of the whole run;
-    what is not in the report, the page says.
+    the page lists what is not in the report.
     """
     about = view.about()
     here = "runs/0"
@@ -174,7 +174,7 @@ def _rows_of(view: View, here: str, most: int) -> Answer:
 
 
 def choose(view: View) -> list[int]:
-    """Return trajectories worth keeping, the most telling first, each once.
+    """Return trajectories worth keeping, the most informative first, each once.
 
     A group of the first, the last and evenly spaced steps, the highest and lowest rewards, failures, the first and the
     last to arrive, one of each of some versions, and a random sample, which is the same each time.

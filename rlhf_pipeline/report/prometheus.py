@@ -58,7 +58,7 @@ def metrics_served(run_dir: Address, port: int, host: str = LOCALHOST) -> Iterat
 
 
 class _RunMetrics:
-    """Gives what `status` says, and the newest figures, whenever it is asked."""
+    """Returns the output of `status` and the newest figures on each request."""
 
     def __init__(self, run_dir: Address, client: Any) -> None:
         self._run_dir = run_dir

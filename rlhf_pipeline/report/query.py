@@ -56,7 +56,7 @@ _SCALARS: Final = {
 _FURTHER = ("newest_policy_version", "created_at", "evaluation", "return", "degenerate")
 _BLOCK_ROWS = 1 << 16
 _ENOUGH_S = 0.15
-"""A search answers with a full page after this time; the next question goes on from there."""
+"""A search answers with a full page after this time; the next question continues from there."""
 _BUDGET_S = 0.5
 _SEARCHES = 4
 """Searches whose hits are kept, 8 bytes a hit."""
@@ -138,7 +138,7 @@ class View:
         """The current state of the store."""
         if self._stored is None:
             if not is_store(self._store_path):
-                open_run_or_store(self.address)  # says what is missing, and what to do
+                open_run_or_store(self.address)  # reports what is missing, and what to do
             self._stored = Stored(self._store_path, whole=True)
         return self._stored
 
@@ -192,7 +192,7 @@ class View:
         return (row or {}).get(f"evaluation/{name}/reward" if name else "evaluation/reward")
 
     def processes(self) -> list[Answer]:
-        """Return the processes of a run of several, as each last said of itself."""
+        """Return the processes of a run of several, as each last reported itself."""
         if self.run is None or not self.run.processes.is_dir():
             return []
         processes = []
@@ -294,18 +294,18 @@ class View:
     ) -> Answer:
         """Return a page of the trajectories that meet conditions.
 
-        A search in texts answers with what it has found within half a second: `complete` says whether it is at its end,
-        `scanned_to` down to which row it has looked, newest first. The same question asked again goes on from there.
+        A search in texts answers with what it has found within half a second: `complete` is whether it is at its end,
+        `scanned_to` down to which row it has looked, newest first. The same question asked again continues from there.
 
         Args:
             text: only rows whose text has this, ASCII letters of either case.
             column: `completion` or `prompt`, where `text` is looked for.
             where: conditions, as `select` reads them; `label==NAME` and `noted==true` are on the notes beside the run.
             sort: `id` or a field with a number, `-` before it for the largest first; rows without a value come last.
-            offset: leave out so many.
+            offset: the number of rows to skip.
             limit: return at most so many, up to `MOST_ROWS`.
             snapshot: the watermark up to which the store is read; None means now.
-            everything: let the search go on for half a second, even if the page is full.
+            everything: let the search continue for half a second, even if the page is full.
             columns: fields whose values the rows have besides.
             prompt_of: only rows of the same prompt as this trajectory.
         """
@@ -608,7 +608,7 @@ class View:
 
         Args:
             step: its number.
-            offset: leave out so many groups.
+            offset: the number of groups to skip.
             limit: name at most so many groups; all counts are of the whole step.
         """
         ledger = self.ledger_rows().of_step(step) if self.run is not None else None
@@ -868,11 +868,11 @@ class View:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def metrics_rows(self) -> Any:
-        """Return the rows of the metrics as they are now, `StepRows`; empty for a store alone."""
+        """Return the current rows of the metrics, `StepRows`; empty for a store alone."""
         return self.run.rows(self.run.metrics_file) if self.run is not None else ()
 
     def ledger_rows(self) -> Any:
-        """Return the rows of the ledger as they are now, `StepRows`; empty for a store alone."""
+        """Return the current rows of the ledger, `StepRows`; empty for a store alone."""
         return self.run.rows(self.run.ledger_file) if self.run is not None else ()
 
     def _rows(self, snapshot: int | None) -> MatchingRows:

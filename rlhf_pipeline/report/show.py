@@ -115,7 +115,7 @@ def _token_table(item: Answer, max_tokens: int | None) -> Iterator[str]:
         yield line
     left_out = item["num_tokens"] - len(places)
     if left_out:
-        yield f"  {count(left_out, 'token')} left out; --full shows all"
+        yield f"  {count(left_out, 'token')} omitted; --full shows all"
 
 
 def _digits(value: float | None, digits: int) -> str:
@@ -183,8 +183,8 @@ def _by_prompt(stored: Stored, arrivals: Arrivals, places: Ids) -> dict[str, Ids
 def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
     """Return two lines of text, a typical completion of an early policy version and one of the last.
 
-    They are of one held-out prompt where the run evaluates, else of one prompt that came twice, else of two prompts,
-    which a third line says.
+    They are of one held-out prompt where the run evaluates, else of one prompt that occurs twice, else of two prompts,
+    which a third line states.
     """
     examples: list[Answer] = []
     with closing(View(run.address)) as view:
@@ -211,4 +211,4 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
         for label, prompt, text, judged in parts
     ]
     same = examples[0]["prompt"] == examples[1]["prompt"]
-    return lines if same else [*lines, "  (of two prompts: none that came early came again at the end)"]
+    return lines if same else [*lines, "  (of two prompts: no early prompt occurs again at the end)"]

@@ -1,4 +1,4 @@
-"""What optimizer steps did with trajectories, as the ledger says: learned from, without a gradient, left out."""
+"""What optimizer steps did with trajectories, as the ledger records: learned from, without a gradient, excluded."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def groups_of(stored: Stored, ids: Ids, no_gradient: Ids | None, *, offset: int,
     Args:
         stored: the store.
         ids: the step's trajectories that are stored still, [N].
-        no_gradient: those of them that taught nothing; None if the ledger does not say.
-        offset: leave out so many groups.
+        no_gradient: those of them that taught nothing; None if the ledger does not record it.
+        offset: the number of groups to skip.
         limit: return at most so many.
 
     Returns:
@@ -97,7 +97,7 @@ def _floats(stored: Stored, name: str, ids: Ids) -> npt.NDArray[np.float64]:
 def uses_of(run: RunFolder | None, ids: Sequence[int], version: int | None) -> list[Answer]:
     """Return the steps that took trajectories: `step`, and the ids that it `taught` with and those `without_gradient`.
 
-    A ledger row that does not say which rows taught something has None for both.
+    A ledger row that does not record which rows taught something has None for both.
 
     Args:
         run: the run; None or one without a ledger gives no steps.

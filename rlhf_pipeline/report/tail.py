@@ -57,7 +57,7 @@ class Tail:
         yield from map(step_line, self._steps.rows[-1:] if self._steps is not None else ())
 
     def fresh(self) -> Iterator[str]:
-        """Yield what was committed since the last call, in order: a step stands after what was stored by then."""
+        """Yield what was committed since the last call, in order: a step follows what was stored by then."""
         # Steps are read first, so that the trajectories they refer to are found afterwards.
         steps = self._steps.read() if self._steps is not None else ()
         self._view.refresh()
@@ -85,7 +85,7 @@ class Tail:
         return select(self._store, self._filters, ids)
 
     def _read_present(self, ids: Ids, read: Callable[[Ids], ReadT]) -> ReadT:
-        """Read rows; those that are evicted meanwhile are left out."""
+        """Read rows; those that are evicted meanwhile are excluded."""
         for _ in range(_TRIES):
             try:
                 return read(ids)

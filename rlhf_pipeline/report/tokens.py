@@ -47,7 +47,7 @@ class TokenTexts:
             num_prompt_tokens: how many of them belong to the prompt.
             prompt: the prompt's text.
             completion: the completion's text.
-            encoded_by: the tokenizer that an import encoded the text with, as it was named.
+            encoded_by: the tokenizer that an import encoded the text with, by its recorded name.
         """
         if encoded_by == Characters.name_or_path:
             return [chr(token) for token in ids]
@@ -109,7 +109,7 @@ def _file_in(folder: Path) -> Path | None:
 
 
 class Characters:
-    """Stands for a tokenizer where a text has no token ids: each character is shown as one token, its code point."""
+    """Represents a tokenizer where a text has no token ids: each character is shown as one token, its code point."""
 
     name_or_path = "characters"
     chat_template = "of messages only"

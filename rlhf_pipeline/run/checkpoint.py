@@ -272,7 +272,7 @@ def read_checkpoint_state(path: Path) -> dict[str, Any]:
 
 
 def _instead(path: Path) -> str:
-    """Say what to do without a checkpoint."""
+    """Return what to do without a checkpoint."""
     older = [sibling.name for sibling in list_checkpoints(path.parent) if sibling.name < path.name]
     if older:
         return f"The previous one is {older[-1]}; --resume continues from the newest intact checkpoint."

@@ -57,7 +57,7 @@ _STAYS: Final = frozenset(
     {f"policy.{name}" for name in ("type", "alphabet", "hidden_size", "num_layers", "num_heads")}
     | {"policy.lora_rank", "policy.lora_targets", "learn.optimizer"}
 )
-"""Fields that say which tensors a checkpoint has: a run that begins with one has them, too."""
+"""Fields that determine which tensors a checkpoint has: a run that begins with one has them, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def carries_over(field: str) -> bool:
 
 
 def definition_at(pipeline: Pipeline, history: Sequence[Mapping[str, Any]], step: int) -> Pipeline:
-    """Return the definition with which a step was taken: what was changed for later steps is as it was before.
+    """Return the definition with which a step was taken: what was changed for later steps has its earlier value.
 
     Only fields that a step on given trajectories depends on are looked at.
 

@@ -1,4 +1,4 @@
-"""Whether a run may begin or continue with a definition, and what the user is told about it. Imports no torch."""
+"""Whether a run may begin or continue with a definition, and the messages about it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_processes(run: RunFolder, *, several: bool) -> None:
     """Refuse to continue a run of several processes in one process, or the reverse: they count differently.
 
     Raises:
-        RunMismatchError: the message says how to continue.
+        RunMismatchError: the message states how to continue.
     """
     if not several and run.is_of_several:
         raise RunMismatchError(
@@ -129,7 +129,7 @@ def check_unchanged(
 
 
 def _with_its_weights(run: RunFolder, options: str = "") -> str | None:
-    """Say how to begin another run with the weights of this one; None if it has no checkpoint."""
+    """Return how to begin another run with the weights of this one; None if it has no checkpoint."""
     saved = run.saved()
     if not saved:
         return None

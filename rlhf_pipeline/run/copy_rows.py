@@ -116,7 +116,7 @@ def _kind(column: Column) -> str:
 
 
 def _optional(column: Column, *, mutable: bool) -> Column:
-    """Return a column that rows of stores without it can leave out, and that the run may update if `mutable`."""
+    """Return a column that rows of stores without it can omit, and that the run may update if `mutable`."""
     if column.name == "input_ids":
         return column
     return dataclasses.replace(column, fill=column.fill_value, mutable=mutable)

@@ -18,7 +18,7 @@ from rlhf_pipeline.run.recorded_code import evaluated_code
 _TEXT: Final = "text for people"
 _LEARNING: Final = "decides what is learned from rows; the weights are named by their step, or by their content"
 _FIGURES: Final = "decides which figures are computed from the rows, and when"
-_CALLS: Final = "decides when a call is made and when it is given up; its result is that of the code"
+_CALLS: Final = "decides when a call is made and when it is cancelled; its result is that of the code"
 _LAST_BITS: Final = "decides which rows share a batch, so the last bits of log-probs"
 
 NOT_OF_AN_EVALUATION: Final[Mapping[str, str]] = {

@@ -26,7 +26,7 @@ _MEASURE_EVERY_S: Final = 60.0
 _REMEMBERED: Final = 60
 """Measurements that a rate is taken from: those of an hour."""
 _LEAST_S: Final = 120.0
-"""A shorter time says nothing about a day."""
+"""A shorter time does not predict a day."""
 
 
 def disk_usage(place: Address) -> int:
@@ -196,7 +196,7 @@ class DiskWatch:
 
 @contextmanager
 def named_disk_errors(run: RunFolder) -> Iterator[None]:
-    """Turn a bare OSError of the folder's own files into an error that says what is safe and what to do."""
+    """Turn a bare OSError of the folder's own files into an error that states what is safe and what to do."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
 """Evaluation on prompts that are never learned from.
 
-The completions of an evaluation are rows of a store of their own, `evaluations/DIGEST` in the run folder, or
+The completions of an evaluation are rows of a separate store, `evaluations/DIGEST` in the run folder, or
 `evaluations/NAME-DIGEST` for a set of prompts with a name, marked by the column `evaluation`. They are not in the run's
 store because its rows are numbered: the ledger, the watermark of each step and the ring of `buffer.max_trajectories`
 count them, so a run with evaluations would name other rows, and evict others, than the same run without. The digest is
@@ -67,12 +67,12 @@ class FirstPrompts:
 
     @property
     def as_chat(self) -> bool:
-        """As the source says."""
+        """The value of the source."""
         return through_template(self.source)
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
-        """As the source says."""
+        """The value of the source."""
         return template_options(self.source)
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
@@ -148,7 +148,7 @@ def open_evaluator(
 
 
 class EvaluationSet:
-    """The evaluations on one set of prompts, as far as they are stored.
+    """The evaluations on one set of prompts, as far as stored.
 
     Attributes:
         name: of the set; empty for a definition's only one.

@@ -73,7 +73,7 @@ def evaluation_figures(store: TrajectoryStore, rows: np.ndarray, evaluate: Evalu
     Args:
         store: where its rows are.
         rows: int64 [n], their ids; figures count episodes.
-        evaluate: says what counts as right: `success` and `success_at`, of the definition or as a run recorded it.
+        evaluate: defines what counts as right: `success` and `success_at`, of the definition or as a run recorded it.
 
     Raises:
         CorruptionError: some of the rows do not match their checksums.

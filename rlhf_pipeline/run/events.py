@@ -64,7 +64,7 @@ class CollectorFinished:
     run_dir: Path | str
     collector: str
     reason: Literal["finished", "interrupted"]
-    """`finished`: the learner said that the run has ended."""
+    """`finished`: the learner reported that the run has ended."""
     num_rollouts: int
     num_trajectories: int
 
@@ -100,7 +100,7 @@ def ignore_events(event: Event) -> None:
 
 
 class RepeatedNotices:
-    """Says a notice that comes again at every step once, and then how often: 10, 100, 1,000 times.
+    """Rate-limits a notice that repeats at every step: it is printed at its 1st, 10th, 100th and 1,000th occurrence.
 
     >>> repeated = RepeatedNotices()
     >>> texts = [repeated.text_of(f"step {step} has nothing to learn from.") for step in range(1, 11)]
@@ -112,7 +112,7 @@ class RepeatedNotices:
         self._counts = Counter[str]()
 
     def text_of(self, notice: str) -> str | None:
-        """Return what to say of a notice, or None; notices that differ in numbers only are one."""
+        """Return the text to print for a notice, or None; notices that differ in numbers only are one."""
         kind = _NUMBERS.sub("#", notice)
         self._counts[kind] += 1
         count = self._counts[kind]

@@ -1,4 +1,4 @@
-"""The names of a run's files and folders, the same in a folder and at a URL; `run.folder` tells what they are."""
+"""The names of a run's files and folders, the same in a folder and at a URL; `run.folder` describes them."""
 
 from __future__ import annotations
 

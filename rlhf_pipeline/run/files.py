@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: replaced by rename, synced, checksummed. Imports no torch."""
+"""Files and folders that are complete or absent: replaced by rename, synced, checksummed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def tidy(parent: Path) -> None:
 
 
 def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
-    """Say what is wrong with a sealed folder, or return None."""
+    """Return what is wrong with a sealed folder, or None."""
     try:
         listed: Any = json.loads((folder / MANIFEST).read_bytes())
         files = {str(name): (int(entry["bytes"]), str(entry["crc32c"])) for name, entry in listed["files"].items()}

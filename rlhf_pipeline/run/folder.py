@@ -14,7 +14,7 @@
     lock, setup.lock             which process uses the folder
 
 Their names are in `run.filenames`, and no other module spells them. If the run is at a URL, they are this process's
-copy, and a mirror is told what of them is needed, written and gone; see `run.remote.mirror`.
+copy, and a mirror is notified what of them is needed, written and gone; see `run.remote.mirror`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class FreedMemory:
     collector that held 141 MB of such blocks throughout grew from 145 to 158 MB in 720 rollouts, and after ten minutes
     one had grown by 6 % (`tests/crash/soak.py --undisturbed`). Returning the holes takes 1 to 3 ms. Returning each
     large block at once (`MALLOC_MMAP_THRESHOLD_`) keeps memory flat, too, but costs a step 25 % more processor time for
-    new pages. Other C libraries than glibc are left as they are.
+    new pages. Other C libraries than glibc are left unchanged.
     """
 
     def __init__(self) -> None:

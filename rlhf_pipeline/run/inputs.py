@@ -64,7 +64,7 @@ def copied_prompts(root: Path, field: str, path: str) -> Path:
 
 
 def place(run: Path | str) -> dict[str, str]:
-    """Return what tells a run that was started here from one that was copied here: machine, user and path."""
+    """Return what distinguishes a run that was started here from one that was copied here: machine, user and path."""
     identity_file = next((path for path in map(Path, ("/etc/machine-id", "/etc/hostname")) if path.is_file()), None)
     name = identity_file.read_text(encoding="utf-8", errors="replace").strip() if identity_file else ""
     machine = hashlib.sha256(f"rlhf-pipeline {name} {os.getuid()}".encode()).hexdigest()[:16]
@@ -132,7 +132,7 @@ def check_inputs(
         run_dir: the run.
         recorded: what `describe_inputs` returned when it was started.
         pipeline: the definition now.
-        definition: as it was recorded, to tell another path from another content.
+        definition: as recorded, to distinguish another path from other content.
         otherwise: how to begin a run with the weights of this one and other prompts, for the message.
     """
     now = describe_inputs(pipeline)

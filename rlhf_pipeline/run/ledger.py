@@ -16,9 +16,9 @@ def _is_allowed(earlier: dict[str, Any]) -> None:
 class Ledger:
     """Appends one row per optimizer step to `ledger.jsonl`; a row is replaced only if its step changes.
 
-    A resumed run takes the steps after its checkpoint again. Their rows are still in the file and say what each step
+    A resumed run takes the steps after its checkpoint again. Their rows are still in the file and record what each step
     learned from, however often the run was killed: `planned` returns them, and a step that repeats its row adds none.
-    Only a step that learns from other trajectories than its row says replaces that row and drops the later ones.
+    Only a step that learns from other trajectories than its row records replaces that row and drops the later ones.
 
     >>> import tempfile
     >>> ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.jsonl")

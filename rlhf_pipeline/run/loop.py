@@ -114,7 +114,7 @@ class Loop:
     Args:
         asked: the run; its settings are recorded once its first step with them is taken.
         run: the run folder.
-        learner: takes the steps; its settings say when to stop and to save.
+        learner: takes the steps; its settings determine when to stop and to save.
         source: gives their batches.
         stop: a signal's request to stop after a step.
         on_event: receives the start, the steps and the notices.
@@ -177,7 +177,7 @@ class Loop:
         """Load the newest whole checkpoint, if there are checkpoints.
 
         Raises:
-            DataError: there are checkpoints, but none is whole.
+            DataError: there are checkpoints, but none is complete.
         """
         self.folder.place.write_rows()
         self.folder.saved()
@@ -192,7 +192,7 @@ class Loop:
         if state["source"]:  # else the checkpoint is another run's, with which this one begins
             self.source.load_state(state["source"])
         self._begun = self._saved = self.progress.step
-        if not is_url(self.folder.address):  # an object is checked as it is read
+        if not is_url(self.folder.address):  # an object is checked when it is read
             self.folder.ledger.recheck()
             self.metrics.recheck()
         problem = self.folder.lines_problem(self.progress.step, state.get("lines", {}))

@@ -92,7 +92,7 @@ def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> No
     check_columns(bound_rewards(pipeline), field, evaluate.prompts)
     readers = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, evaluate.prompts)]
     if not apart or readers[0] is None or readers[1] is None:
-        return  # one of them makes its prompts, or does not tell them
+        return  # one of them makes its prompts, or does not report them
     learned = {prompt.text for prompt in readers[0]()}
     shared = [prompt.text for prompt in readers[1]() if prompt.text in learned]
     if shared:

@@ -58,7 +58,9 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
     if pipeline.environment is not None and not tools_of(maker_of(pipeline.environment)):
         return  # what the policy sees first is the environment's
     first = [prompt_at(source, cursor, seed) for cursor in range(pipeline.collect.prompts_per_rollout)]
-    if policy.tokenizer is not None:  # what the template refuses is said first; a very long text is not read to its end
+    if (
+        policy.tokenizer is not None
+    ):  # what the template rejects is reported first; a very long text is not read to its end
         _num_tokens(policy.tokenizer, first[0], source, enough=policy.max_positions or 1 << 12)
     for part in _parts(source):
         listed = isinstance(part, Prompts)
@@ -74,13 +76,13 @@ def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: 
 def fitting(
     source: PromptSource, policy: TokenPolicy, on_event: EventHandler = ignore_events, *, prefill: str = ""
 ) -> PromptSource:
-    """Return a source without the prompts that its `skip="too_long"` leaves out; another source unchanged.
+    """Return a source without the prompts that its `skip="too_long"` excludes; another source unchanged.
 
     Args:
         source: the source, or a mixture.
         policy: its context and its tokenizer decide.
         on_event: hears how far a long check is.
-        prefill: `collect.prefill`, which stands between a prompt and its completion.
+        prefill: `collect.prefill`, which is between a prompt and its completion.
     """
     if isinstance(source, Mix):
         return source.with_sources([fitting(part, policy, on_event, prefill=prefill) for part in source.sources])
@@ -99,7 +101,7 @@ def fitting(
 
 
 def skipped_notices(source: PromptSource, policy: TokenPolicy, prefill: str = "") -> Iterator[str]:
-    """Yield one notice per source that leaves rows out by a named rule, with their number."""
+    """Yield one notice per source that excludes rows by a named rule, with their number."""
     for part in _parts(source):
         if isinstance(part, Prompts) and part.skip:
             total, counts = len(part.all_prompts()), part.skipped()
@@ -125,7 +127,7 @@ def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
     has_template = getattr(tokenizer, "chat_template", None) is not None
     yield from template_notices(pipeline, policy)
     for part in _parts(pipeline.prompts):
-        if getattr(part, "as_chat", False) and not has_template:  # a source that says nothing takes what there is
+        if getattr(part, "as_chat", False) and not has_template:  # a source without this setting takes what there is
             advice = (
                 "--set prompts.as_chat=false has the same effect without this notice."
                 if part is pipeline.prompts and is_dataclass(part)
@@ -218,7 +220,7 @@ def _sentence(prompt: Prompt, source: PromptSource, num: int, policy: TokenPolic
 
 
 def _remembered_in(prompts: Sequence[Prompt], source: PromptSource, policy: TokenPolicy, most: int) -> Path | None:
-    """Return the file of a check's result; None if the tokenizer does not tell what it is."""
+    """Return the file of a check's result; None if the tokenizer cannot be identified."""
     codec: Any = policy.tokenizer
     backend = getattr(codec, "backend_tokenizer", None)
     if backend is None:

@@ -1,4 +1,4 @@
-"""Whether the trajectories that a run goes on with are as they were stored. Imports no torch."""
+"""Whether the trajectories that a run continues with match their checksums. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def named_damage(run: RunFolder, step: int, saved: int | None) -> Iterator[None]:
-    """Say what a run can do if trajectories are damaged that it would learn from after a step.
+    """Return what a run can do if trajectories are damaged that it would learn from after a step.
 
     Args:
         run: the run folder.
@@ -99,7 +99,7 @@ def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) ->
 
 def _oldest(run: RunFolder, step: int, max_staleness: int | None) -> int:
     """Return the watermark up to which rows are too old for the steps after a step."""
-    run.ledger.refresh()  # the learner appends through an object of its own
-    # Step k writes its row before any trajectory of its own weights is stored.
+    run.ledger.refresh()  # the learner appends through a separate object
+    # Step k writes its row before any trajectory of its weights is stored.
     row = None if max_staleness is None else run.ledger.of_step(step - max_staleness)
     return 0 if row is None else int(row.get("watermark", 0))

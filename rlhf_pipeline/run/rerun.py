@@ -1,6 +1,6 @@
 """Take the optimizer steps of a finished run again, from its store, ledger and checkpoints, and compare.
 
-This is no run: nothing is written, saved or gone on with, so `run.loop` has no part in it.
+This is not a run: nothing is written, saved or continued, so `run.loop` has no part in it.
 """
 
 from __future__ import annotations
@@ -195,10 +195,10 @@ def _go_on(before: Learner, learner: Learner) -> None:
 
 
 def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, Any], rows: np.ndarray) -> str | None:
-    """Say how the batch differs from the ledger's record of it, or return None.
+    """Return how the batch differs from the ledger's record of it, or return None.
 
     The rows must hold the trajectories and ages of the ledger; and if the learner chose them itself, the choice is
-    repeated on the store as it was then.
+    repeated on the store of that time.
     """
     version = row.get("newest_version", row["step"] - 1)  # recorded by runs over stores
     if len(rows):

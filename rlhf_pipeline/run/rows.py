@@ -66,7 +66,7 @@ class StepRows(Sequence[Row]):
             size = file.seek(0, os.SEEK_END)
             if size == self._size and size:
                 file.seek(self._last_start)
-                if file.read() == self._last_line:  # no other line of this step is the same: it tells the time
+                if file.read() == self._last_line:  # no other line of this step is the same: it contains the time
                     return len(self)
             file.seek(0)
             first = file.readline()
@@ -318,7 +318,7 @@ def _checksum(content: bytes, start: int) -> int:
 
 
 def _holds(line: bytes, start: int, *, sealed: bool = False) -> bool:
-    """Return whether a line is as it was written, and where; one that something else wrote has no checksum."""
+    """Return whether a line matches its checksum, and where; a line of another program has no checksum."""
     at = line.rfind(b',"crc32c":')
     seal = None if at < 0 else _SEAL.match(line, at)
     return not sealed if seal is None else int(seal[1]) == _checksum(line[:at], start)

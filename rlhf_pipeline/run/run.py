@@ -86,7 +86,7 @@ class Run(Setup):
     def begun(self, folder: RunFolder, on_event: EventHandler) -> Iterator[Heartbeat]:
         """Hold the folder for this process alone, with its record written; it is made if absent.
 
-        Yields what tells others that it is alive, and what it does.
+        Yields the heartbeat, which shows others that it is alive and what it does.
         """
         with (
             named_disk_errors(folder),
@@ -108,13 +108,13 @@ class Run(Setup):
             folder.flush()
 
     def _checks(self) -> Iterator[Callable[[], object]]:
-        """Yield the checks, each independent of the others, in the order in which their errors are said."""
+        """Yield the checks, each independent of the others, in the order in which their errors are reported."""
         pipeline, option = self.pipeline, "--run" if self.joins else "--out"
         yield self._check_folder
         yield lambda: check_writable(self.run_dir, option, locks=True)
         yield lambda: check_device(self.device)
         yield self._check_processes
-        if self.joins != "collect" and not is_one_of_several():  # a group looks once it can tell its other processes
+        if self.joins != "collect" and not is_one_of_several():  # a group looks once it can notify its other processes
             yield lambda: check_logger(pipeline.learn.logger)
         if isinstance(policy := pipeline.policy, PretrainedPolicy):
             yield lambda: resolve_source(policy.path)
@@ -130,7 +130,7 @@ class Run(Setup):
         option = "--run" if self.joins else "--out"
         if not folder.place.is_remote and folder.place.is_alive(
             ALONE
-        ):  # said again under the lock, but that is after torch
+        ):  # reported again under the lock, but that is after torch
             pid = folder.place.heartbeat_of(ALONE).get("pid", "unknown")
             advice = "Stop that first, or choose another folder with --out."
             raise RunExistsError(f"the run {self.run_dir} is in use by process {pid}. {advice}")

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def sampled_at(parts: Iterable[tuple[TrajectoryStore, Ints | None]]) -> float | None:
-    """Return the temperature of scoring that the behaviour log-probs of trajectories have, or None if none says.
+    """Return the temperature of scoring that the behaviour log-probs of trajectories have, or None if none records it.
 
     The importance ratio is `exp(log pi(a; T) - log mu(a; T))` with the `T` of sampling on both sides. At `T = 0` the
     most probable token was taken and its log-prob is that at 1.
@@ -61,7 +61,7 @@ def unknown_among(store: TrajectoryStore, rows: Ints | None = None) -> bool:
 
 
 def check_known(pipeline: Pipeline, overrides: Iterable[tuple[str, str]], choice: Choice) -> None:
-    """Ask for the temperature of a replay's trajectories where neither they nor the definition says it."""
+    """Ask for the temperature of a replay's trajectories where neither they nor the definition specifies it."""
     if "collect.temperature" in dict(overrides) or pipeline.collect.temperature != Collect().temperature:
         return
     with open_sources([source.path for source in choice.sources]) as stores:
@@ -75,7 +75,7 @@ def check_known(pipeline: Pipeline, overrides: Iterable[tuple[str, str]], choice
 
 
 def replayed_at(run: RunFolder, choice: Choice) -> float | None:
-    """Return `sampled_at` of what a run over stores learns from: of its own store, if it has gathered all of it."""
+    """Return `sampled_at` of the rows that a run over stores learns from: of its store, if it is complete."""
     if gathered_counts(run) is not None:
         with TrajectoryStore.open(run.store_path) as run_store:
             return sampled_at([(run_store, None)])

@@ -117,7 +117,7 @@ def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: 
 
 
 def in_next(key: Key) -> Key:
-    """Return a key as it is called inside `next`."""
+    """Return the name of a key inside `next`."""
     if isinstance(key, str) or key[0] != "next":
         return key
     return key[1] if len(key) == 2 else key[1:]
@@ -200,7 +200,7 @@ def score(
         model: the scorer.
         tokens: ragged token ids.
         scored: bool, flat, the tokens to score.
-        token_budget: padded tokens of one forward pass; a longer trajectory gets a pass of its own.
+        token_budget: padded tokens of one forward pass; a longer trajectory gets a separate pass.
         fill: value of the other positions.
         device: where the model runs; None uses the model's own device.
 

@@ -126,7 +126,7 @@ class GroupQueue:
         self.waiting.setdefault(member.group, []).append(member)
 
     def are_complete(self, arrived: Sequence[Member]) -> bool:
-        """Return whether these are whole groups, and none of them has waited."""
+        """Return whether these are complete groups, and none of them has waited."""
         counts, each = Counter(member.group for member in arrived), self.settings.batch_groups
         if each is not None and set(Counter(batch_of(group, each) for group in counts).values()) - {each}:
             return False
@@ -300,7 +300,7 @@ def gather(members: Iterable[Member], pool: BufferPool | None = None) -> tuple[T
 
 
 def hold(members: Sequence[Member]) -> None:
-    """Copy the steps of members of one batch into memory of their own, so that they can wait."""
+    """Copy the steps of members of one batch into separate memory, so that they can wait."""
     if not members:
         return
     batch, bounds = gather(members)
@@ -386,7 +386,7 @@ def _episode_scores(batch: Trajectories, reward: Flat, bounds: Sequence[int], ep
 
     `sum` adds up the rewards of all rows: the outcome, which is stored with the last row, less the penalty of every
     token. `verl` counts the last row alone and `skyrl` its last turn: rewards of other turns, and the penalty of other
-    tokens, are left out.
+    tokens, are excluded.
     """
     last = torch.tensor(bounds[1:]) - 1
     rewards = outcomes(batch, reward.values) if reward.lengths is None else segment_sum(reward.values, reward.lengths)
@@ -485,8 +485,8 @@ class Graded(NamedTuple):
 
         Args:
             sizes: int64 `[k]`, rows of each episode.
-            turns: int64, the turns in each row, which then has the advantages of its own turns; None if they are not
-                told apart.
+            turns: int64, the turns in each row, which then has the advantages of its turns; None if they are not
+                distinguished.
         """
         graded = self.take(spread(torch.arange(len(sizes)), sizes))
         if self.turns is None or turns is None:
@@ -666,7 +666,7 @@ def hashable(group: Any) -> Hashable:
 
 
 def number_of_group(group: Hashable) -> int:
-    """Return the number by which a store identifies a group: an identity from 0 to 2^61 as it is, of others a hash.
+    """Return the number by which a store identifies a group: an identity from 0 to 2^61 unchanged, of others a hash.
 
     >>> number_of_group(7), number_of_group("a prompt") >= 2**61
     (7, True)

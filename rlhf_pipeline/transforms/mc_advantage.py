@@ -122,7 +122,7 @@ class MCAdvantage(Transform):
 
     A group with stragglers closes early if `group_timeout_s` and `min_group_size` are given: at the first call after
     the timeout at which that many members have arrived. Its advantages use the number that arrived; later stragglers
-    are counted (`late_trajectories`) and left out. `get_stats()` reports how much that favours short trajectories
+    are counted (`late_trajectories`) and excluded. `get_stats()` reports how much that favours short trajectories
     (`early_closed_length_bias`).
 
     The batch may be a lazy stack `[n]`, a TensorDict `[n]` with jagged leaves, a padded one, or TorchRL's `[B, T]`
@@ -639,7 +639,7 @@ class MCAdvantage(Transform):
         return self.rows.columns(names if key is None else [name] if name else [], np.array(member.rows))
 
     def waiting_values(self, key: Key = TRAJECTORY_ID) -> list[Any]:
-        """Return one value of each waiting trajectory, from its last step; trajectories without it are left out."""
+        """Return one value of each waiting trajectory, from its last step; trajectories without it are excluded."""
         with self._lock:
             members = [member for group in self._waiting().values() for member in group]
             last_steps = [self._steps(member, key) for member in members]

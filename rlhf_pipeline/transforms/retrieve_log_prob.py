@@ -106,7 +106,7 @@ class RetrieveLogProb(ColumnTransform):
             log_prob_key = ("next", log_prob_key) if isinstance(log_prob_key, str) else ("next", *log_prob_key)
         out_key = log_probs_full_key or log_prob_key or REF_LOG_PROBS
         super().__init__(in_keys=[TOKENS], out_keys=[out_key])
-        # As in TorchRL's wrappers, rows given as text are returned padded if the model says so.
+        # As in TorchRL's wrappers, rows given as text are returned padded if the model requires it.
         scorer = model if model is not None else actor
         pads = getattr(scorer, "pad_output", False)
         # Kept out of the submodules: a checkpoint of the buffer must not carry the reference's weights.
@@ -198,7 +198,7 @@ class RetrieveLogProb(ColumnTransform):
 class ScoringBeside:
     """Scores the completions of one rollout with the reference as they end, while others are still being sampled.
 
-    A pass starts when the token budget of the transform is full. On CUDA passes run on a stream of their own: they need
+    A pass starts when the token budget of the transform is full. On CUDA passes run on a separate stream: they need
     arithmetic, and decode steps memory. The host waits for all passes at once, in `columns`.
 
     The two streams share nothing but the reference's weights, which do not change during a rollout: inputs and results

@@ -213,7 +213,7 @@ class WaitingRows:
         return name if name in self.store.schema else None
 
     def columns(self, names: Sequence[str], rows: Ints) -> Trajectories:
-        """Read columns of the given rows, by key; columns that the store lacks are left out."""
+        """Read columns of the given rows, by key; columns that the store lacks are omitted."""
         out = Trajectories(len(rows))
         for name in (name for name in names if name in self.store.schema):
             key, column = key_of(name), self.store.schema[name]

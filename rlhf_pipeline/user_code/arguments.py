@@ -182,12 +182,12 @@ class Argument:
     name: str
     value: Getter
     optional: bool = False
-    """It is left out, and the function's default counts, if no prompt of the group has the column."""
+    """It is omitted, and the function's default is used, if no prompt of the group has the column."""
     needed: bool = False
     """The function names it and has no default for it."""
 
     def copied(self, row: Sampled) -> Any:
-        """Return the value for one row, a copy of its own; an environment stays the live object, as in TRL."""
+        """Return the value for one row, a separate copy; an environment stays the live object, as in TRL."""
         value = self.value(row)
         return value if value is row.environment else own_copy(value)
 
@@ -340,7 +340,7 @@ class BoundRewards:
     Attributes:
         forms: how each is called.
         columns: those that they were bound to; None if they are not known.
-        has_columns: they have columns of their own in the store; one plain function has `task_reward` alone.
+        has_columns: they have separate columns in the store; one plain function has `task_reward` alone.
     """
 
     forms: tuple[Form, ...]

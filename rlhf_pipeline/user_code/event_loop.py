@@ -1,8 +1,8 @@
 """The event loop in which the coroutines of user code run: one per process, so that they may share clients.
 
 A coroutine that calls something slow without `await` blocks the loop. How long each one does is measured, so that the
-time does not count against the deadlines of others. One that blocks it past its own deadline is given up: another
-thread goes on with the same loop, which stays valid for every client that belongs to it.
+time does not count against the deadlines of others. One that blocks it past its own deadline is cancelled: another
+thread continues with the same loop, which stays valid for every client that belongs to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPORTED_S: Final = 0.4
 
 
 class EventLoop:
-    """Runs coroutines in a thread of its own.
+    """Runs coroutines in a separate thread.
 
     Args:
         report: takes a call that blocked the loop, and for how many seconds.
@@ -100,7 +100,7 @@ class EventLoop:
         return others_s
 
     def enter(self, call: Call | None) -> None:
-        """Note that a coroutine goes on."""
+        """Note that a coroutine continues."""
         self.running, self.since = call, time.monotonic()
 
     def leave(self, call: Call | None) -> None:
@@ -140,7 +140,7 @@ class _Measured(Coroutine[Any, Any, Any]):
         return getattr(self._work, name)  # libraries look at a coroutine's state
 
     def send(self, value: Any) -> Any:
-        """Go on."""
+        """Continue."""
         self._loop.enter(self._call)
         try:
             return self._work.send(value)
@@ -148,7 +148,7 @@ class _Measured(Coroutine[Any, Any, Any]):
             self._loop.leave(self._call)
 
     def throw(self, *error: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Go on with an error."""
+        """Continue with an error."""
         self._loop.enter(self._call)
         try:
             return self._work.throw(*error)

@@ -16,7 +16,7 @@ _SWAP: Final = threading.RLock()
 class SeededGenerators:
     """Lets `random`, and NumPy if it is in use, draw what follows from a seed, within the context.
 
-    Entered again, they go on where they were left, so a coroutine can be driven stretch by stretch: between two of its
+    On re-entry they continue from the same point, so a coroutine can be driven stretch by stretch: between two of its
     `await`s the generators are those of others. Only code that is driven like this waits for each other.
 
     >>> with SeededGenerators(3):

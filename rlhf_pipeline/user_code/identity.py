@@ -70,7 +70,7 @@ _WRITTEN: Final = (
 
 
 def identity_of(part: Any) -> Identity:
-    """Return what a callable is made of, as it was when this was first asked: calls may change what it holds.
+    """Return what a callable is made of, at the time of the first request: calls may change what it contains.
 
     Args:
         part: a function, method, class, partial or object with `__call__`. Of any other object only the code counts,
@@ -91,7 +91,7 @@ def identity_of(part: Any) -> Identity:
 
 
 _IDENTITIES: Final[dict[tuple[int, str], tuple[Callable[[], Any], Identity]]] = {}
-"""The identities of callables that are alive, each as it was before its first call."""
+"""The identities of callables that are alive, each from before its first call."""
 
 
 def _itself(holder: Any) -> Any:
@@ -416,7 +416,7 @@ def _is_of_this_project(module: str | None) -> bool:
 
 
 def _is_wrapper(value: Any) -> bool:
-    """Return whether a value stands for a function that it wraps, as that of `functools.cache` does."""
+    """Return whether a value represents a function that it wraps, as that of `functools.cache` does."""
     return type(value).__module__ == "functools" and callable(getattr(value, "__wrapped__", None))
 
 

@@ -92,14 +92,14 @@ def _listed(values: Any) -> Any:
 
 
 def _of_one(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a dict of lists says of one completion, with OpenRLHF's further figures in a dict of their own."""
+    """Return what a dict of lists contains for one completion, with OpenRLHF's further figures in a separate dict."""
     logs = {name.removeprefix(f"{_LOGS}."): part for name, part in parts.items() if name.startswith(f"{_LOGS}.")}
     rest = {name: part for name, part in parts.items() if not name.startswith(f"{_LOGS}.")}
     return rest | ({_LOGS: logs} if logs else {})
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    """Return the numbers of a dict; notes and None are left out."""
+    """Return the numbers of a dict; notes and None are omitted."""
     items = cast("Mapping[Any, Any]", returned).items() if isinstance(returned, Mapping) else ()
     no_number = (str, bytes, Mapping, list, tuple)
     return {str(name): _number(part) for name, part in items if part is not None and not isinstance(part, no_number)}
@@ -127,7 +127,7 @@ def checked_info(info: object) -> dict[str, Any]:
 
 
 def checked_messages(messages: object, what: str) -> list[dict[str, Any]]:
-    """Return messages of their own whose contents are text, that of parts joined, and whose other values are JSON.
+    """Return separate messages whose contents are text, that of parts joined, and whose other values are JSON.
 
     >>> checked_messages([{"role": "tool", "content": [{"type": "text", "text": "4"}]}], "the reply")
     [{'role': 'tool', 'content': '4'}]

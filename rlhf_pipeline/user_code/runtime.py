@@ -1,8 +1,8 @@
 """Runs user code: one event loop, one pool of threads and one clock per process.
 
 A call has one outcome: what the function returned, what it raised, or a timeout. A `def` runs in a thread of the pool,
-an `async def` in the loop; what a `def` returns may be awaitable, and goes on there. Past its deadline a call ends with
-a `TimeoutError`, and one rule says what becomes of it: a thread is left behind, a coroutine is cancelled.
+an `async def` in the loop; what a `def` returns may be awaitable and ends there. After its deadline a call ends with
+a `TimeoutError`, and one rule determines what happens to it: a thread is left behind, a coroutine is cancelled.
 
 Clients that a module shares (`httpx.AsyncClient`, `asyncio.Semaphore`) belong to one event loop, so all coroutines of
 user code run in the same one: rewards, environments and tools, in training and in every evaluation.
@@ -162,7 +162,7 @@ class Runtime:
             self._next_of(call.limit)
 
     def _run(self, call: Call) -> bool:
-        """Make a call in this thread; return False if it was left behind, or goes on in the event loop."""
+        """Make a call in this thread; return False if it was left behind, or continues in the event loop."""
         call.worker = current_worker()
         if not self._start(call):
             return True
@@ -176,7 +176,7 @@ class Runtime:
         return self._end(call, outcome)
 
     def _start(self, call: Call) -> bool:
-        """Note that a call starts; return False if it was given up before."""
+        """Note that a call starts; return False if it was cancelled before."""
         with self._lock:
             if call.has_ended:
                 return False
@@ -202,7 +202,7 @@ class Runtime:
         return True
 
     def wait(self, call: Call, timeout_s: float | None = None) -> Any:
-        """Wait for a call, and return its outcome; `call.has_ended` says whether it has one."""
+        """Wait for a call, and return its outcome; `call.has_ended` is whether it has one."""
         with self._lock:
             if call.has_ended:
                 return call.outcome
@@ -322,7 +322,7 @@ class Runtime:
 
 
 def _next(limit: Limit) -> Call | None:
-    """Return the next call of a limit that was not given up; None frees the place."""
+    """Return the next call of a limit that was not cancelled; None frees the place."""
     while limit.waiting:
         call = limit.waiting.popleft()
         if not call.has_ended:

@@ -104,7 +104,7 @@ class ThreadPool:
             self._free.append(worker)
 
     def leave_behind(self, worker: Worker) -> None:
-        """Give up a thread whose call hangs, and pass its other work on."""
+        """Cancel a thread whose call hangs, and reassign its other work."""
         with self._lock:
             if worker.is_left_behind:
                 return

@@ -60,7 +60,7 @@ def _fit(*integers: Numbers) -> bool:
 
 
 def _ring(apply: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a sum, difference or product whose integers never wrap: it is monotonic, so its bounds tell."""
+    """Return a sum, difference or product whose integers never wrap: it is monotonic, so its bounds suffice."""
 
     def applied(left: Numbers, right: Numbers) -> Any:
         if _is_python(left) or _is_python(right):

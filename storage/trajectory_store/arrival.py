@@ -15,8 +15,8 @@ _BEFORE_ALL = -1 << 63
 class Arrivals:
     """The ids of a store in the order of arrival, as of one moment, without an id per row in memory.
 
-    They are runs of consecutive ids: a slice makes the ids of its rows, and a store of 10^6 rows that one process wrote
-    has a few runs. Later commits do not change it.
+    They are runs of consecutive ids: a slice computes the ids of its rows, and a store of 10^6 rows that one process
+    wrote has a few runs. Later commits do not change it.
 
     >>> arrivals = Arrivals(np.array([10, 40]), np.array([3, 5]))  # 10, 11, 12 and 40, 41
     >>> len(arrivals), arrivals[1:4].tolist(), arrivals[-1:].tolist(), arrivals.position(41), arrivals.position(13)
@@ -65,12 +65,12 @@ class Arrivals:
         return int(begins[run[0]] + row_id - self._firsts[run[0]]) if len(run) else None
 
     def newest(self, most: int | None) -> Arrivals:
-        """Return the newest of these, at most this many; None returns all."""
+        """Return at most this many of the newest ids; None returns all."""
         skip = 0 if most is None else max(0, len(self) - most)
         return self.between(skip, len(self)) if skip else self
 
     def between(self, start: int, stop: int) -> Arrivals:
-        """Return those at a range of positions."""
+        """Return the ids at a range of positions."""
         start, stop, _ = slice(start, stop).indices(len(self))
         if start >= stop:
             return Arrivals(np.empty(0, np.int64), np.empty(0, np.int64))

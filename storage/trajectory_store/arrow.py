@@ -1,7 +1,7 @@
 """Trajectories as Arrow has them, out and in: lists for ragged columns, null for a value that was not given."""
 
 # pyright: standard
-# pyarrow has no types of its own.
+# pyarrow has no type annotations.
 from __future__ import annotations
 
 import json
@@ -19,7 +19,7 @@ from trajectory_store.ragged import RaggedArray
 from trajectory_store.schema import NUMERIC_DTYPES, Column, Schema
 
 SCHEMA_KEY: Final = b"trajectory_schema"
-"""In the metadata of an Arrow schema: the columns of the store, which Arrow alone does not tell."""
+"""In the metadata of an Arrow schema: the columns of the store, which Arrow alone does not record."""
 BATCH_ROWS: Final = 16_384
 """Rows of one record batch of a stream."""
 ROW_GROUP_BYTES: Final = 16 << 20
@@ -27,7 +27,7 @@ ROW_GROUP_BYTES: Final = 16 << 20
 
 
 def pyarrow(what: str) -> Any:
-    """Return the module, or say what needs it."""
+    """Return the module, or raise an error that names what needs it."""
     return extras.load("pyarrow", what)
 
 
@@ -117,7 +117,7 @@ def frame_of(table: Any, schema: Schema) -> Any:
 def schema_from(arrow: Any) -> Schema:
     """Return columns for an Arrow schema: those that a store wrote down, else one of its type for each field.
 
-    Every column may be null, so it has a fill: nothing, or 0. Lists are ragged, each with an axis of its own.
+    Every column may be null, so it has a fill: nothing, or 0. Lists are ragged, each with a separate axis.
 
     Raises:
         SchemaError: a type is none that a store holds.

@@ -98,7 +98,7 @@ class Segment(ABC):
         self.newest_ns: int = 0
         self.finished: bool = False
         self.gaps: list[Gap] = []
-        """What is not served. This, and the six that follow, hold for the files as they were opened."""
+        """What is not served. This and the next six apply to the files that were opened."""
         self.targets: dict[Gap, Int64Array] = {}
         """Of updates, the rows that those in `gaps` were for, once a read of their columns has met them."""
         self.stale: list[Gap] = []
@@ -163,7 +163,7 @@ class Segment(ABC):
         return self.is_checked
 
     def stamp(self) -> object:
-        """Return what changes when a file of the segment is put back, or None where only a look at all of it tells."""
+        """Return what changes when a file of the segment is put back, or None if only a full read shows it."""
         return None
 
     def check_rows(self, rows: Rows, columns: Iterable[Column], *, flags: bool = True) -> bool:
@@ -328,7 +328,7 @@ class Segment(ABC):
         return expand(ordinals << ORDINAL_SHIFT, counts)
 
     def _hide_others(self) -> None:
-        """Leave out the rows of sources that count elsewhere: segments named in place of this one while it was away."""
+        """Exclude the rows of sources that count elsewhere: segments named in place of this one while it was away."""
         mine, first = {o for a, b in self.owners for o in range(a, b + 1)}, 0
         for place, (ordinal, count) in enumerate(self.meta.sources if self.meta.kind == "rows" else ()):
             if ordinal not in mine:
@@ -383,13 +383,13 @@ class Segment(ABC):
         return [*self.lost, *self.stale]
 
     def add_gap(self, gap: Gap) -> None:
-        """Leave out rows from now on; of a commit that is left out as a whole, its first reason stays."""
+        """Exclude rows from now on; of a commit that is excluded as a whole, its first reason stays."""
         same_array = (earlier for earlier in self.gaps if earlier.array in ("", gap.array) and earlier.seq == gap.seq)
         if not any(earlier.first <= gap.first and gap.end <= earlier.end for earlier in same_array):
             self.gaps = sorted([*self.gaps, gap])
 
     def lost_commits(self) -> set[int]:
-        """Return the commits that are left out as a whole: their time and rows are not certain."""
+        """Return the commits that are excluded as a whole: their time and rows are not certain."""
         return {gap.seq for gap in self.gaps if not gap.array}
 
     def runs(self, records: int, rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -571,11 +571,11 @@ class SegmentWriter(ABC):
 
         Raises:
             UnsyncedError: the batch is visible; whether it is on the disk is not known.
-            OSError: nothing of the batch is visible, unless the outcome is unknown: see `finish`.
-            SealedError: another process ended the segment; nothing of the batch is in it.
+            OSError: no part of the batch is visible, unless the outcome is unknown: see `finish`.
+            SealedError: another process ended the segment; no part of the batch is in it.
         """
 
-    def wait_durable(self, records: int) -> None:  # noqa: B027 - most commits are safe as soon as they are made
+    def wait_durable(self, records: int) -> None:  # noqa: B027 - most commits are safe when they return
         """Wait until that many commits have the promised durability.
 
         Raises:
@@ -711,7 +711,7 @@ class Medium(ABC):
     def close_dead(self, segment: Segment) -> bool:
         """End a segment whose writer died, so that it need not be checked again; return whether that was done.
 
-        Before, all its commits are checked and synced. One with damage stays open: readers go on checking it.
+        Before, all its commits are checked and synced. One with damage stays open: readers continue checking it.
         """
 
     def seal(self, segment: Segment) -> bool:

@@ -167,9 +167,9 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
 
 
 def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Return rows as a batch; what a row lacks, or has as None, is filled there, and not said to be given.
+    """Return rows as a batch; what a row lacks, or has as None, is filled there, and not marked as given.
 
-    Columns that the schema does not have are left out.
+    Columns that the schema does not have are omitted.
 
     Raises:
         BatchError: a row lacks a column that has no fill, or a value does not fit.
@@ -179,7 +179,7 @@ def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) -> Batch:
-    """Return columns as a batch; in a list, None says that a row has no value.
+    """Return columns as a batch; in a list, None means that a row has no value.
 
     Raises:
         BatchError: a row lacks a column that has no fill, or a value does not fit.

@@ -87,7 +87,7 @@ def number_from(variable: str, default: float) -> float:
 
 
 def persist(call: Callable[[], R], what: str) -> R:
-    """Repeat a request, after growing pauses, until it has failed for as long as `PATIENCE` says."""
+    """Repeat a request, after growing pauses, until it has failed for `PATIENCE` seconds."""
     began, pause, has_warned = time.monotonic(), _FIRST_PAUSE_S, False
     while True:
         try:
@@ -200,11 +200,11 @@ class Bucket(ABC):
     def stamp(self, key: str) -> int | None:
         """Return a number that stays the same until this key, or a later one in its folder, appears.
 
-        None if only a listing can tell.
+        None if only a listing can show it.
         """
         return None
 
-    def hold(self, root: bytes) -> None:  # noqa: B027 - elsewhere the catalog's records say which store this is
+    def hold(self, root: bytes) -> None:  # noqa: B027 - elsewhere the catalog's records identify this store
         """Remember which folder this is, so that `check_unmoved` notices another one in its place, or none."""
 
     def check_unmoved(self) -> None:  # noqa: B027

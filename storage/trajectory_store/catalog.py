@@ -32,7 +32,7 @@ _ROWS, _HOME, _FIRST = range(3)
 """Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
 
 STAT_S, LOOK_RARELY, LEAST_LOOK_S = 3e-6, 600, 0.5
-"""What it takes to ask for the state of one file, how many times longer checked reads go on without asking, and how
+"""What it takes to ask for the state of one file, how many times longer checked reads continue without asking, and how
 long at least: where a batch in ten asked, that cost 3 % of sampling from a small store."""
 
 _MOST_IDS = 8
@@ -192,7 +192,7 @@ class Catalog:
         it. Later it is an error: rows that were there must not disappear because their merged segment cannot be read.
         """
         opened: dict[int, Segment | Exception] = {}
-        while True:  # once the catalog stands still, no segment was removed while it was opened
+        while True:  # once the catalog no longer changes, no segment was removed while it was opened
             state = self.journal.state
             new = [e for e in state.entries if e.ordinal not in self._open_entries and self._may_open(e)]
             looked = [e for e in new if not isinstance(opened.get(e.ordinal), Segment)]
@@ -323,7 +323,7 @@ class Catalog:
         self.generation += 1
 
     def _see(self) -> None:
-        """Find the commits that are not served among those that are new: no row reads that `ids` leaves out."""
+        """Find the commits that are not served among those that are new: no row reads that `ids` excludes."""
         with self.lock:
             for segment in self.segments.values():
                 segment.see()
@@ -453,7 +453,7 @@ class Catalog:
         if not self.is_checked:
             for segment, rows in (*updates, *runs):
                 self.check([(segment, rows)], segment.schema.columns)
-            if not self.medium.complete:  # there, rows are compared as they are fetched
+            if not self.medium.complete:  # there, rows are compared when they are fetched
                 self.find_damage([*updates, *runs])
         lost_updates = [(u, gap) for u, _ in updates for gap in u.gaps if u.is_damage(gap)]
         unknown = [(u, gap) for u, gap in lost_updates if u.sure_targets(gap) is None]
@@ -531,7 +531,7 @@ class Catalog:
         reopened = self.medium.open_segments([entry])[0]
         if not isinstance(reopened, Segment) or reopened.rows < segment.rows:
             return
-        names = tuple(reopened.specs) if reopened.meta.kind == "update" else ()  # rows are searched as they are read
+        names = tuple(reopened.specs) if reopened.meta.kind == "update" else ()  # rows are searched when they are read
         for gap in segment.gaps:
             reopened.find_damage(slice(gap.first, gap.end), names)
         if len(reopened.gaps) >= len(segment.gaps):
@@ -570,14 +570,14 @@ class Catalog:
         return is_missing
 
     def note_damage(self) -> None:
-        """Leave out the commits that were found damaged since `ids` was asked."""
+        """Exclude the commits that were found damaged since `ids` was asked."""
         with self.lock:
             self._note_gaps()
             self.order.reset()
             self.generation += 1
 
     def verify(self, path: Path | str, ids: Int64Array | None = None) -> VerifyReport:
-        """Recompute every checksum, and compare the files with what the catalog says must exist.
+        """Recompute every checksum, and compare the files with what must exist according to the catalog.
 
         With `ids`, only the segments that hold these rows are checked, and those of updates.
         """

@@ -1,4 +1,4 @@
-"""The catalog of a store: a numbered chain of small records, each of which says which segments count.
+"""The catalog of a store: a numbered chain of small records, each of which lists the segments that count.
 
 A record is put if absent, so two processes never write the same number; the one that comes second reads the other's
 record and tries again. A record is the whole state: the segments that count, rows removed for good, the schema. So a

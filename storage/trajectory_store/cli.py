@@ -93,9 +93,7 @@ def parser() -> argparse.ArgumentParser:
     for subparser in (stats, show, copy, export):
         subparser.add_argument("--where", metavar="CONDITION", help="only these, such as 'task_reward>=0.5'")
     for subparser in (copy, export):
-        subparser.add_argument(
-            "--skip-damaged", action="store_true", help="leave damaged trajectories out, and count them"
-        )
+        subparser.add_argument("--skip-damaged", action="store_true", help="skip damaged trajectories, and count them")
     for subparser in (show, export):
         subparser.add_argument("--columns", metavar="A,B", help="only these columns")
     return command_parser
@@ -153,7 +151,7 @@ def _columns(typed: argparse.Namespace) -> list[str] | None:
 
 
 class _Selection(NamedTuple):
-    """The trajectories that a command reads, and the damaged ones that it leaves out."""
+    """The trajectories that a command reads, and the damaged ones that it excludes."""
 
     ids: Any
     damaged: list[int]

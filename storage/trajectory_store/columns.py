@@ -169,10 +169,10 @@ class Spans:
 
 
 def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Concatenate[ColumnReader, P], R]:
-    """Let damage cost the rows that it holds: it is searched among what was read, and left out when that is read again.
+    """Let damage cost the rows that it holds: it is searched among what was read, and excluded when that is read again.
 
     Raises:
-        DamageFoundError: damage was found that was not known; another try leaves it out.
+        DamageFoundError: damage was found that was not known; another try excludes it.
     """
 
     @functools.wraps(read)
@@ -202,7 +202,7 @@ class ColumnReader:
             for all.
         places: where the rows are, if that is known.
         checked: compare what is read with its checksums before.
-        every: these are all rows: those that are found damaged are left out, by reading again; else they are an error.
+        every: these are all rows: those that are found damaged are excluded, by reading again; else they are an error.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class ColumnReader:
         self._updated: dict[str, Places] = {}
 
     def _count_gaps(self) -> int:
-        """Return how many parts of these segments, and of all updates, are left out."""
+        """Return how many parts of these segments, and of all updates, are excluded."""
         count = 0
         for segment in self._watched:  # a loop: each step of each read asks
             count += len(segment.gaps)
@@ -246,7 +246,7 @@ class ColumnReader:
 
     @classmethod
     def of_rows(cls, catalog: Catalog, ordinals: Int64Array, rows: Int64Array) -> ColumnReader:
-        """Read rows of segments, including those of updates, as they were committed."""
+        """Read rows of segments, including those of updates, as committed."""
         return cls(catalog, rows, {}, Places(ordinals, rows))
 
     @classmethod
@@ -280,7 +280,7 @@ class ColumnReader:
         medium.fetch(parts_of)
 
     def find_damage(self) -> bool:
-        """Search for damage among these rows and all updates, and leave it out; return whether some was found."""
+        """Search for damage among these rows and all updates, and exclude it; return whether some was found."""
         catalog = self._catalog
         if self._count_gaps() > self._gaps:
             catalog.note_damage()
@@ -321,7 +321,7 @@ class ColumnReader:
 
         Raises:
             CorruptionError: some do not match; it names the rows and the segment.
-            DamageFoundError: some of all rows do not match, and are left out from now on.
+            DamageFoundError: some of all rows do not match, and are excluded from now on.
         """
         if not self._unchecked or (column.name, flags) in self._checked:
             return
@@ -466,7 +466,7 @@ class ColumnReader:
         places = self._base if later is not None else self._places(column)
         if not places.runs:
             return np.empty(0, column.np_dtype)
-        if later is not None:  # the newest values are folded into arrays of their own
+        if later is not None:  # the newest values are folded into separate arrays
             segments = (self._catalog.any_segment(ordinal) for ordinal, _ in places.runs)
             return places.restore(places.gather({s.ordinal: later.folded(s) for s in segments}))
         self._rows_ahead(column.name, places)
@@ -502,7 +502,7 @@ class ColumnReader:
             try:
                 for target, values in zip(targets, _pieces(items, owners, parts), strict=True):
                     view[target] = values
-            except CorruptionError:  # the file ends early, and the error says where
+            except CorruptionError:  # the file ends early, and the error gives the position
                 raise
             except ValueError:  # an offset points behind the values
                 raise self._contradiction(column) from None

@@ -26,7 +26,7 @@ class StoreDiff:
         changed: per column, the pairs `[K, 2]` of ids (left, right) whose values differ.
         columns_left: columns that only the left store has.
         columns_right: columns that only the right store has.
-        redefined: columns that hold one value per row in one store and many in the other, or text and numbers; their
+        redefined: columns with one value per row in one store and several in the other, or text and numbers; their
             values are not compared.
         num_pairs: rows that are in both.
     """
@@ -76,7 +76,7 @@ def diff(
     Args:
         left: one store.
         right: the other; the backends may differ.
-        key: a scalar column whose values name a row in both, for example `"trajectory_id"`; without it the
+        key: a scalar column whose values identify a row in both, for example `"trajectory_id"`; without it the
             rows are paired in the order of arrival.
         ignore: columns that are not compared.
         on_rows: called with the number of pairs compared so far and the total.

@@ -11,7 +11,7 @@ from trajectory_store.ragged import Int64Array
 
 Rows = Int64Array | slice
 ALL = ""
-"""Stands for all arrays: rows of small commits are compared with all their values at once."""
+"""Represents all arrays: rows of small commits are compared with all their values at once."""
 
 
 class ComparedRows:

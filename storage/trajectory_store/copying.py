@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trajectory_store.store import TrajectoryStore
 
 _FIRST: Final = ("commits/acknowledged", "commits/c/0/0")
-"""Files that say how much of the others counts: copied before them, so that all that they name is in the copy."""
+"""Files that record how much of the others counts: copied before them, so that all that they name is in the copy."""
 _ROUNDS: Final = 50
 _CLOCK_S: Final = 2.0
 """A file whose time of change is this close to the copying of it is copied again."""
@@ -102,7 +102,7 @@ def _copy_round(source: Path, building: Path, state: State, unchanged_before: fl
 
 
 def _in_order(folder: Path) -> Iterator[Path]:
-    """Yield the files of a segment: those that say how much counts first, objects by ascending number."""
+    """Yield the files of a segment: those that record how much counts first, objects by ascending number."""
     first = [folder / name for name in _FIRST if (folder / name).is_file()]
     yield from first
     yield from sorted(path for path in folder.rglob("*") if path.is_file() and path not in first)
@@ -157,7 +157,7 @@ def copy_rows(
         ids: which rows; None for all in the order of arrival.
         batch_rows: rows per commit at most; fewer if rows are long.
         on_rows: called with the number of rows copied so far and the total.
-        skip_damaged: leave damaged rows out; otherwise they are an error, and nothing is appended.
+        skip_damaged: exclude damaged rows; otherwise they are an error, and nothing is appended.
 
     Returns:
         `[n]` int64: the ids in the target, in the order of `ids`.
@@ -198,7 +198,7 @@ def copy_store(
     on_rows: Callable[[int, int], None] | None = None,
     skip_damaged: bool = False,
 ) -> int:
-    """Make a store of the rows of another one, in order, with ids of its own; return their number.
+    """Make a store of the rows of another one, in order, with separate ids; return their number.
 
     Args:
         source: where rows come from.

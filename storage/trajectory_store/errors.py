@@ -22,7 +22,7 @@
     +-- CorruptionError (ValueError)          the files contradict themselves
     +-- MissingPackageError (ImportError)     an optional package is not installed
 
-Every message says what was found, where, and what to do next.
+Every message states what was found, where, and what to do next.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ LOADED = 1 << 16
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str:
-    """Return the type of the file system that holds a path, or an empty string if the system does not say."""
+    """Return the type of the file system that holds a path, or an empty string if the system does not report it."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -127,7 +127,7 @@ def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
 
 
 def check_size(path: Path, actual: int, size: int) -> None:
-    """Refuse a file that is shorter than its metadata says."""
+    """Reject a file that is shorter than its metadata records."""
     if actual < size:
         raise CorruptionError(
             f"{path} has {actual} bytes, but its metadata specifies {size}: a copy or a repair truncated it. "

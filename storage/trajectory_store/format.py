@@ -66,7 +66,7 @@ def checked_int(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
 
 
 def time_after(newest_ns: int) -> int:
-    """Return the time in ns: that of the clock, or later than what was seen, whatever the clock says."""
+    """Return the time in ns: that of the clock, or later than what was seen, whatever the time of the clock."""
     now = max(time.time_ns(), newest_ns + 1)
     if now >= MAX_TIME_NS:
         raise WriteFailedError(
@@ -591,7 +591,7 @@ def checks_cap(meta: SegmentMeta) -> int:
 
 
 # The marks of a segment: how many records are acknowledged, and how many count if another process ended it. Each is two
-# u64, a number and its complement; zeros are none. The last byte says that another process is about to end it.
+# u64, a number and its complement; zeros are none. The last byte records that another process is about to end it.
 
 _MARK = struct.Struct("<QQ")
 _ALL_ONES = (1 << 64) - 1

@@ -27,7 +27,7 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
-    """Turn an OSError into a WriteFailedError that says what it means for the data; one from outside is raised."""
+    """Turn an OSError into a WriteFailedError that states what it means for the data; one from outside is raised."""
     pass_external(error)
     if error.errno in _FULL:
         why = "the disk is full, or the quota or the file size limit is exhausted"
@@ -46,7 +46,7 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
 
 
 def unsynced(error: OSError, path: Path | str) -> UnsyncedError:
-    """Turn the OSError of a sync into an UnsyncedError, which says what is in the store; one from outside is raised."""
+    """Turn the OSError of a sync into an UnsyncedError that states what is in the store; raise one from outside."""
     pass_external(error)
     message = (
         f"syncing failed at {path}: {os.strerror(error.errno or 0)}. The written rows or values are in the store "
@@ -57,7 +57,7 @@ def unsynced(error: OSError, path: Path | str) -> UnsyncedError:
 
 
 def unreadable(error: OSError, path: Path | str) -> StoreError:
-    """Turn an OSError into a ReadFailedError that says why and what to do; errors of the store are returned.
+    """Turn an OSError into a ReadFailedError that gives the reason and what to do; errors of the store are returned.
 
     An exception from outside is raised.
     """
@@ -87,7 +87,7 @@ def explained(path: Path | str, doing: str) -> Generator[None]:
 def is_external(error: BaseException | None) -> bool:
     """Return whether an exception came from outside, although it is an OSError: that of an alarm or a time limit.
 
-    The operating system numbers its errors. What came from outside says nothing about a file, and is never swallowed.
+    The operating system numbers its errors. An exception from outside is unrelated to the file, and is never swallowed.
     """
     own_errors = (StoreError, FileNotFoundError)  # the second is raised without a number for an object that is missing
     return isinstance(error, OSError) and error.errno is None and not isinstance(error, own_errors)
@@ -99,7 +99,7 @@ def is_of_system(error: BaseException) -> bool:
 
 
 def pass_external(error: BaseException) -> None:
-    """Raise an exception that came from outside."""
+    """Raise an exception from outside."""
     if is_external(error):
         raise error
 
@@ -273,7 +273,7 @@ def try_lock(fd: int) -> bool | None:
 
 @contextmanager
 def short_lock(fd: int, path: Path, patience_s: float = 10.0) -> Generator[None]:
-    """Hold the lock of an open file that others hold for microseconds; where there are no locks, go on without.
+    """Hold the lock of an open file that others hold for microseconds; where there are no locks, continue without.
 
     Raises:
         WriteFailedError: a process holds it all the time; it may have been stopped just then.

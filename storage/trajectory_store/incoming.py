@@ -1,7 +1,7 @@
 """Rows as people have them, by column and row: tables, data frames, data sets, generators, tensors."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

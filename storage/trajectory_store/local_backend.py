@@ -223,7 +223,7 @@ class Memmap(Medium):
         """End a segment whether its writer is alive or not: what counts is what its log holds now.
 
         A writer looks, after each record that it wrote, whether its segment is being ended. So either it sees that, and
-        waits to be told what counts, or its record was there before the log is read here.
+        waits for the record of what counts, or its record was there before the log is read here.
         """
         local = assert_local(segment)
         if local.finished:
@@ -427,7 +427,7 @@ class LocalWriter(SegmentWriter):
                 self._datasync([*self._fds.values(), self._log.fd], futures)
                 self._failed, self._synced = False, done
             except BaseException as error:
-                # No file may be closed while it is being synced. An exception from outside says nothing about the disk.
+                # No file may be closed while it is being synced. An exception from outside is unrelated to the disk.
                 errors = [future.exception() for future in futures]
                 self._failed = fs.is_of_system(error) or any(error is not None for error in errors)
                 raise
@@ -453,7 +453,7 @@ class LocalWriter(SegmentWriter):
             future.result()
 
     def finish(self) -> None:
-        """Sync the segment, write the end record, and close; without the sync, the end says nothing of what is safe."""
+        """Sync the segment, write the end record, and close; without the sync, the end does not show what is safe."""
         with self._files:
             if self._log.fd < 0:
                 return

@@ -66,7 +66,7 @@ AGAIN_BYTES = 1 << 20
 """A commit of up to this size is compared as a whole when more of it is read."""
 
 FileState = tuple[int, ...] | None
-"""What a file is, as far as `stat` says; None if it was written too lately to tell, or `stat` failed."""
+"""The identity of a file by `stat`; None if it was written too recently to be certain, or `stat` failed."""
 GONE: FileState = (0,)
 """The state of a file that is not there."""
 
@@ -94,7 +94,7 @@ class LocalSegment(Segment):
         self._ends: Int64Array = np.empty(0, np.int64)
         self._seqs: Int64Array = np.empty(0, np.int64)
         self.dropped: set[int] = set()
-        """Commits that were being written when the machine went down, and that nobody was told of."""
+        """Commits that were being written when the machine went down, and never acknowledged."""
         self.refresh()
         if self.finished or not self.is_live():  # its writer is gone for good, but may have written just before
             self._take_all(entry.rows)
@@ -130,7 +130,7 @@ class LocalSegment(Segment):
         if self._marks is None:
             try:
                 self._marks = open_file(mark_path(self.folder), MARK_SIZE, self._io)
-            except (OSError, StoreError) as error:  # damaged or missing: `acknowledged` says so
+            except (OSError, StoreError) as error:  # damaged or missing: `acknowledged` reports it
                 fs.pass_external(error)
                 return None
         if not self._marks[ENDING_AT : ENDING_AT + 1][0]:
@@ -214,7 +214,7 @@ class LocalSegment(Segment):
             return True
 
     def _check(self, seq: int) -> None:
-        """Compare a commit, and leave out the rows of blocks that differ."""
+        """Compare a commit, and exclude the rows of blocks that differ."""
         for gap in self.damage_in(seq):
             self.add_gap(gap)
 
@@ -435,8 +435,8 @@ class LocalSegment(Segment):
         return True
 
     def _check_part(self, seq: int, name: str, rows: Int64Array, *, is_read: bool) -> None:
-        """Compare the blocks of an array that hold rows of a commit, and leave out the rows of those that differ."""
-        for gap in self.lost:  # where a row that is appended later begins, may be in a block that is left out
+        """Compare the blocks of an array that hold rows of a commit, and exclude the rows of those that differ."""
+        for gap in self.lost:  # where a row that is appended later begins, may be in a block that is excluded
             part = slice(gap.first, gap.end if gap.end < self.rows else gap.end - 1)
             self._compared.mark(ALL, part, self.rows)
         left = self._compared.left(ALL, rows, self.rows)
@@ -687,7 +687,7 @@ class LocalSegment(Segment):
         return self._opened(name, path, spec.capacity * spec.itemsize, self._used(spec))
 
     def _padded(self, path: Path, spec: ArraySpec) -> memoryview:
-        """Return the values of a file that was cut or is missing, as far as they are there; `gaps` has the others."""
+        """Return the values of a file that was cut or is missing, as far as they exist; `gaps` has the others."""
         values = np.zeros(spec.capacity * spec.itemsize, np.uint8)
         try:
             stored_bytes = np.frombuffer(fs.read_file(path, len(values)), np.uint8)

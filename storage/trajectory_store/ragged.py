@@ -53,7 +53,7 @@ def distinct(numbers: Int64Array) -> list[int]:
 
 
 class RaggedArray:
-    """Rows of different lengths in one flat array: the fast form of a ragged column.
+    """Rows of different lengths in one flat array: the fast representation of a ragged column.
 
     Args:
         values: the rows one after another: `[sum(lengths)]`, or `[sum(lengths), *shape]` if elements have a shape.
@@ -90,7 +90,7 @@ class RaggedArray:
 
     @classmethod
     def from_rows(cls, rows: Iterable[npt.ArrayLike], dtype: npt.DTypeLike | None = None) -> RaggedArray:
-        """Build one from 1-D rows.
+        """Build an array from 1-D rows.
 
         >>> RaggedArray.from_rows([[1, 2], [], [3]], dtype="int32").values.tolist()
         [1, 2, 3]
@@ -106,7 +106,7 @@ class RaggedArray:
         return cls(values, np.array([len(a) for a in arrays], np.int64))
 
     def beside(self, values: npt.NDArray[Any]) -> RaggedArray:
-        """Return other values in rows of the same lengths, without checking these again.
+        """Return other values in rows of the same lengths, without checking the lengths again.
 
         >>> RaggedArray(np.arange(3), np.array([2, 1])).beside(np.array([7, 8, 9]))[1].tolist()
         [9]

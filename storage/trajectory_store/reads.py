@@ -50,9 +50,9 @@ S = TypeVar("S", bound="StoreReads")
 
 
 def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Repeat a read during which a segment was removed, until the catalog stands still: merged rows have moved.
+    """Repeat a read during which a segment was removed, until the catalog no longer changes: merged rows have moved.
 
-    A read that found damage is repeated as well: it leaves out those rows, or names them if they were asked for.
+    A read that found damage is repeated as well: it excludes those rows, or names them if they were asked for.
     """
 
     @functools.wraps(read)
@@ -241,7 +241,7 @@ class StoreReads:
             ids: the trajectories to search; None for all.
             names: further names: another name of a column, or a function of this store and ids, which returns a value
                 for each, `[n]`.
-            checked: as in `read`; damaged rows are left out of all rows.
+            checked: as in `read`; damaged rows are excluded from all rows.
 
         Raises:
             SchemaError: the condition cannot be read, or names no column.
@@ -332,7 +332,7 @@ class StoreReads:
             rows: rows per batch; the last one may have fewer.
             columns: names; None for all.
             ids: which trajectories; None for all in the order of arrival.
-            checked: as in `read`; damaged rows are left out of all rows.
+            checked: as in `read`; damaged rows are excluded from all rows.
         """
         if rows < 1:
             raise SchemaError(f"rows={rows} must be 1 or more.")
@@ -357,7 +357,7 @@ class StoreReads:
                     left = part[self.holds(part)] if every else part
                     if len(left) == len(part):
                         raise
-                    self._catalog.warn_of_problems()  # these rows are missing, and no error says so
+                    self._catalog.warn_of_problems()  # these rows are missing, and no error reports it
                     part = left
 
     @following
@@ -394,7 +394,7 @@ class StoreReads:
 
         Args:
             ids: which trajectories; None for all in the order of arrival.
-            skip_damaged: leave damaged ones out; otherwise they are an error.
+            skip_damaged: exclude damaged ones; otherwise they are an error.
 
         Raises:
             CorruptionError: some are damaged; it names them.
@@ -462,7 +462,7 @@ class StoreReads:
     def read_ragged(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> RaggedArray:
         """Read a ragged column in one flat array; `ids=None` reads all trajectories in the order of arrival.
 
-        All reads of all trajectories leave out those that are damaged, see `damaged`; `checked` is as in `read`.
+        All reads of all trajectories exclude those that are damaged, see `damaged`; `checked` is as in `read`.
         """
         ragged_column = self._ragged_column(column)
         if ragged_column.is_text:

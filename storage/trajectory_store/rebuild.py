@@ -1,4 +1,4 @@
-"""What counts where the catalog's word is missing: found from the segments, whose metadata says whose rows they hold.
+"""What counts if the catalog's record is missing: derived from the segments, whose metadata lists their rows.
 
 Nothing here reads or writes; a writer that holds the upkeep lock puts the result as a record, and a reader that finds
 no record, or not the segments that one names, uses it as long as it is open.
@@ -18,7 +18,7 @@ class Unnamed:
     """A segment that is there and that the catalog does not name.
 
     Attributes:
-        entry: what the catalog would say of it.
+        entry: what the catalog would record of it.
         schema: its columns.
         sources: of a merged one, the ordinals of the segments whose rows it holds.
         whole: a merged one was finished.
@@ -74,7 +74,7 @@ def rebuild(
 
 
 def _without_copies(state: State, segments: Sequence[Unnamed]) -> list[Unnamed]:
-    """Leave out folders that somebody copied under another number: the salt is a segment's own."""
+    """Exclude folders that somebody copied under another number: the salt is a segment's own."""
     owner = {entry.salt: entry.ordinal for entry in state.entries}
     for segment in segments:
         owner.setdefault(segment.entry.salt, segment.entry.ordinal)
@@ -90,7 +90,7 @@ def _with_segment(state: State, segment: Unnamed) -> State:
 
 
 def _split(state: State, entry: Entry, segments: Sequence[Unnamed]) -> State:
-    """Name the segments from which a merged one was made, as far as they are still there, in its place."""
+    """Return the segments from which a merged one was made, as far as they still exist, in its place."""
     left = set(entry.sources)
     for segment in reversed(segments):
         sources = set(segment.sources or (segment.entry.ordinal,))
@@ -112,7 +112,7 @@ def _split(state: State, entry: Entry, segments: Sequence[Unnamed]) -> State:
 def is_superfluous(state: State, segment: Unnamed, whole: Collection[int]) -> bool:
     """Return whether nothing is lost if a segment that the catalog does not name is removed.
 
-    That is so if its rows were removed for good, if segments hold them that the catalog names and that are whole, or if
+    This holds if its rows were removed permanently, if complete segments that the catalog names contain them, or if
     it never held any.
     """
     if segment.entry.ordinal >= state.next_ordinal:  # made by the owner of a later claim, and perhaps named by now

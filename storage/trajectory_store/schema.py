@@ -38,8 +38,8 @@ class Column:
         name: at most 128 letters, digits, `_` and `-`, starting with a letter.
         dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...), `"str"` for UTF-8 text or `"bytes"`.
         ragged: one array of any length per trajectory instead of one value.
-        mutable: `TrajectoryStore.update` may change the values, as it can of no other column. `append` may leave the
-            column out: a value begins as 0 unless a fill is given.
+        mutable: `TrajectoryStore.update` may change the values, unlike those of other columns. `append` may omit the
+            column: a value begins as 0 unless a fill is given.
         axis: ragged columns that share an axis have the same length in each trajectory and share one
             offsets array. Default `"tokens"`; text and bytes need a separate axis.
         fill: the value of rows that were appended without the column, or that are older than the column. A column
@@ -133,7 +133,7 @@ class Column:
 
     @functools.cached_property
     def optional(self) -> bool:
-        """Whether `append` may leave the column out."""
+        """Whether `append` may omit the column."""
         return self.fill is not None or self.mutable
 
     @functools.cached_property

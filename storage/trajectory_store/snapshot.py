@@ -37,7 +37,7 @@ class Snapshot:
     updates: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the snapshot as JSON values."""
         rows, updates = ({str(k): v for k, v in part.items()} for part in (self.rows, self.updates))
         return {"rows": rows, "watermark": self.watermark, "updates": updates}
 

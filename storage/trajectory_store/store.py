@@ -75,14 +75,14 @@ def settled(write: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
 class TrajectoryStore(StoreTable):
     """A durable, ragged store of trajectories, on a local disk or in an object store.
 
-    Make one with `create` or `open`. Any number of processes may append (each to segments of its own) and
+    Make one with `create` or `open`. Any number of processes may append (each to separate segments) and
     read at the same time. A killed process blocks no other, and loses no row for which `append` returned.
 
     Attributes:
         path: the folder.
         schema: the columns.
         mode: `"r"` or `"a"`.
-        durability: what an append waits for.
+        durability: the guarantee that an append waits for.
 
     >>> import tempfile
     >>> schema = Schema([Column("input_ids", "int32", ragged=True), Column("reward", "float32")])
@@ -142,7 +142,7 @@ class TrajectoryStore(StoreTable):
             durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives
                 a power loss, for one sync of the disk per append. `"group"`: the same, but a sync waits a few
                 milliseconds for appends of other threads, if there are any. In an object store every put has the
-                promise of that store.
+                guarantee of that store.
             max_trajectories: keep only this many of the newest; older ones are evicted by whole segments.
             max_bytes: keep about this many bytes on the disk (`"20GB"`, `"512MiB"`); older segments are evicted.
             preallocate: reserve disk blocks a segment at a time: appends are faster, and a full disk is noticed
@@ -154,8 +154,8 @@ class TrajectoryStore(StoreTable):
             cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
 
         Raises:
-            StoreExistsError: the path holds something.
-            WriteFailedError: the disk refused.
+            StoreExistsError: the path is not empty.
+            WriteFailedError: the disk rejected a write.
         """
         check_durability(durability)
         kind = backend_of(path, backend)
@@ -202,9 +202,9 @@ class TrajectoryStore(StoreTable):
             cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
 
         Raises:
-            StoreNotFoundError: nothing is there.
-            NotAStoreError: something else is there.
-            FormatVersionError: another version of the format wrote it.
+            StoreNotFoundError: the path does not exist.
+            NotAStoreError: the path is not a store.
+            FormatVersionError: it was written in another version of the format.
             CorruptionError: its catalog cannot be read.
         """
         if mode not in ("r", "a"):
@@ -233,17 +233,17 @@ class TrajectoryStore(StoreTable):
 
     @classmethod
     def from_arrow(cls, path: Any, data: Any, schema: Schema | None = None, **options: Any) -> TrajectoryStore:
-        """Make a store of a table, or of a stream of record batches, and leave it open for appending.
+        """Create a store from a table, or from a stream of record batches, and leave it open for appending.
 
         Args:
             path: as of `create`.
-            data: what has Arrow's protocol, a `datasets.Dataset` or a DataFrame among it.
-            schema: the columns; None takes those that a store wrote down in the table's metadata, or else one of its
-                type for each field, of which every one may be null.
+            data: an object with Arrow's protocol, such as a `datasets.Dataset` or a DataFrame.
+            schema: the columns; None takes those that a store recorded in the table's metadata, or else one of its
+                type for each field, each of which may be null.
             **options: of `create`.
 
         Raises:
-            SchemaError: a type is none that a store holds; nothing is made.
+            SchemaError: a store cannot contain a type; nothing is created.
             BatchError: a value does not fit.
         """
         table = tables_of(data)
@@ -255,7 +255,7 @@ class TrajectoryStore(StoreTable):
     def from_parquet(
         cls, path: Any, file: str | os.PathLike[str], schema: Schema | None = None, **options: Any
     ) -> TrajectoryStore:
-        """Make a store of a Parquet file, some thousand rows a commit, and leave it open for appending.
+        """Create a store from a Parquet file, some thousand rows per commit, and leave it open for appending.
 
         Args:
             path: as of `create`.
@@ -264,7 +264,7 @@ class TrajectoryStore(StoreTable):
             **options: of `create`.
 
         Raises:
-            SchemaError: a type is none that a store holds; nothing is made.
+            SchemaError: a store cannot contain a type; nothing is created.
             BatchError: a value does not fit.
         """
         arrow_schema, parts = parquet_of(file)
@@ -278,7 +278,8 @@ class TrajectoryStore(StoreTable):
         """Add columns to a store that is open for appending, as `open(add_columns=...)` does.
 
         Args:
-            columns: existing rows read as the fill until `update` gives them values; one that exists is no error.
+            columns: existing rows read as the fill until `update` gives them values; a column that exists is not an
+                error.
 
         Raises:
             SchemaError: a column contradicts one that exists, or cannot join its axis.
@@ -304,7 +305,7 @@ class TrajectoryStore(StoreTable):
 
     @settled
     def close(self) -> None:
-        """Finish this process's segments and drop the maps; arrays that were read stay valid."""
+        """Finish this process's segments and release the maps; arrays that were read stay valid."""
         self._closed = True
         if self._pid == os.getpid():
             self._background.pause()
@@ -341,7 +342,7 @@ class TrajectoryStore(StoreTable):
 
         Args:
             data: per column a RaggedArray or a list of 1-D rows (ragged), a list of str (text), or `[n]`
-                values (scalars). Columns with a fill, and mutable ones, may be left out, of single rows too: None is no
+                values (scalars). Columns with a fill, and mutable ones, may be omitted, of single rows too: None is no
                 value. Or dicts, one per trajectory, in a list or from a generator; or a table: of pyarrow, polars or
                 DuckDB, a DataFrame of pandas, a `datasets.Dataset`. Numbers may be tensors.
 
@@ -354,7 +355,7 @@ class TrajectoryStore(StoreTable):
         Raises:
             BatchError: the rows do not fit the schema; nothing was written.
             UnsyncedError: the rows are in the store, but their sync failed: do not append them again.
-            WriteFailedError: the disk refused; rows acknowledged before are safe.
+            WriteFailedError: the write failed; rows acknowledged before are safe.
         """
         self._check_writable("append")
         return self._append(self._prepared(rereadable(data)))
@@ -383,12 +384,12 @@ class TrajectoryStore(StoreTable):
 
     @settled
     def update(self, ids: Ids, **values: Any) -> None:
-        """Give trajectories that exist later values of columns.
+        """Update columns of existing trajectories.
 
         Only a column made with `mutable=True` can be updated; any other keeps what `append` gave it.
         The values are appended by one atomic commit, with the durability and the checksum of an append; nothing is
         overwritten. This process reads them at once, others after their next `refresh`. The last update of a value
-        wins, whatever the writers' clocks say.
+        wins, whatever the writers' clocks show.
 
         Args:
             ids: `[n]` ids.
@@ -399,7 +400,7 @@ class TrajectoryStore(StoreTable):
             BatchError: a column is not mutable, or a length or a dtype does not fit; nothing was written.
             MissingRowError: an id is not in the store.
             UnsyncedError: the values are in the store, but their sync failed.
-            WriteFailedError: the disk refused; nothing of this update is visible.
+            WriteFailedError: the write failed; no part of this update is visible.
         """
         self._check_writable("update")
         if not values:
@@ -459,7 +460,7 @@ class TrajectoryStore(StoreTable):
 
     @settled
     def flush(self) -> None:
-        """Wait until everything acknowledged is on the disk, also what other processes appended.
+        """Wait until every acknowledged commit is on the disk, including those of other processes.
 
         Raises:
             UnsyncedError: everything is in the store, but a sync failed, now or before.
@@ -495,12 +496,12 @@ class TrajectoryStore(StoreTable):
     def copy(self, target: str | os.PathLike[str], *, skip_damaged: bool = False) -> Int64Array:
         """Copy the store with its ids, consistently, while any process may write to it: a backup.
 
-        The copy holds at least what this process sees, and verifies whole. `copy_rows` and `rlhf-pipeline copy` make a
-        store with new ids instead.
+        The copy contains at least the rows that this process sees, and passes `verify`. `copy_rows` and `rlhf-pipeline
+        copy` make a store with new ids instead.
 
         Args:
             target: the new folder; must not exist, or be empty.
-            skip_damaged: copy a store with damaged rows. Their files are copied as they are, so that these rows are
+            skip_damaged: copy a store with damaged rows. Their files are copied unchanged, so that these rows are
                 damaged in the copy as well; otherwise they are an error.
 
         Returns:
@@ -508,7 +509,7 @@ class TrajectoryStore(StoreTable):
 
         Raises:
             CorruptionError: some rows are damaged; it names them.
-            StoreExistsError: the target holds something, or is in the store's own folder.
+            StoreExistsError: the target is not empty, or is in the store's own folder.
             SchemaError: the store is not in a folder.
         """
         self._check_open()
@@ -532,8 +533,8 @@ class TrajectoryStore(StoreTable):
         """Register a function to call with the number of each new segment of this process, before its first commit.
 
         With `fence` it makes a lease safe: the holder publishes the segment's number, and a process that takes the
-        lease over from a holder that seems dead ends that segment. If the function raises, the append fails, and none
-        of its rows is in the store.
+        lease over from a holder without a heartbeat ends that segment. If the function raises, the append fails, and
+        none of its rows is in the store.
         """
         self._on_segment = begin
 
@@ -553,7 +554,7 @@ class TrajectoryStore(StoreTable):
 
     @settled
     def compact(self) -> CompactReport:
-        """Merge finished segments into few, without superseded updates; ids and their order stay.
+        """Merge finished segments into fewer, without superseded updates; ids and their order stay the same.
 
         Calling it is optional: small segments are merged in the background. Other readers use the old segments until
         they refresh.
@@ -574,16 +575,16 @@ class TrajectoryStore(StoreTable):
         return report
 
     def being_written(self) -> bool:
-        """Return whether a process may still append to a segment; `compact` leaves such segments as they are.
+        """Return whether a process may still append to a segment; `compact` leaves such segments unchanged.
 
-        memmap backend: a living process holds it. zarr backend: it was not closed, and its last commit is less than
+        memmap backend: a live process has it open. zarr backend: it was not closed, and its last commit is less than
         an hour old. A process that has the store open but has not appended yet is not detected.
         """
         self.refresh()
         return any(s.is_live() for s in (*self._catalog.segments.values(), *self._catalog.updates.values()))
 
     def verify(self, ids: Ids | None = None) -> VerifyReport:
-        """Recompute every checksum, compare with the catalog, and report the damage in words.
+        """Recompute every checksum, compare the files with the catalog, and describe any damage.
 
         Other processes may append, update, evict and compact at the same time.
 
@@ -605,7 +606,7 @@ class TrajectoryStore(StoreTable):
 
     @settled
     def accept_losses(self, ids: Ids | None = None) -> int:
-        """Accept the loss of rows and updates that are damaged now: a record, after which they are no problem.
+        """Accept the loss of rows and updates that are damaged now: later checks do not report them as problems.
 
         Nothing is removed: if the right files are put back, the rows count again. Segments that cannot be opened at all
         are not among them.

@@ -161,7 +161,7 @@ class StoreTable(StoreReads):
 
         Args:
             n: how many.
-            seed: of the draw: the same gives the same places of the same rows. Or a generator, which goes on. None
+            seed: of the draw: the same gives the same places of the same rows. Or a generator, which continues. None
                 makes a new draw each time.
             condition: of these, see `where`.
 
@@ -234,7 +234,7 @@ class StoreTable(StoreReads):
         """Return trajectories as a `pandas.DataFrame`; ragged columns hold arrays.
 
         A value that was not given is missing, and a whole number beside it stays one: columns of whole numbers and
-        truth values that may be left out have pandas' nullable types, such as `Int64`.
+        truth values that may be omitted have pandas' nullable types, such as `Int64`.
 
         Args:
             columns: names; None for all.
@@ -268,7 +268,7 @@ class StoreTable(StoreReads):
             path: the file; it is replaced, and appears whole.
             columns: names; None for all.
             ids: which trajectories; None for all in the order of arrival.
-            skip_damaged: leave damaged trajectories out; otherwise they are an error, and nothing is written.
+            skip_damaged: exclude damaged trajectories; otherwise they are an error, and nothing is written.
 
         Returns:
             The number of trajectories in the file.

@@ -1,4 +1,4 @@
-"""Texts and byte strings as they are stored, compared and searched without decoding."""
+"""Texts and byte strings in stored form, compared and searched without decoding."""
 
 from __future__ import annotations
 

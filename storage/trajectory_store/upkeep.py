@@ -35,7 +35,7 @@ FANOUT = 8
 """Number of small segments of similar size that are merged: a value is rewritten once per factor of 8 of growth."""
 
 SUPERSEDED = 1 << 16
-"""From this many updates on, a merge leaves out superseded ones."""
+"""From this many updates on, a merge excludes superseded ones."""
 
 LEASE_S = 120.0
 TIDY_S = 600.0
@@ -54,7 +54,7 @@ class CompactReport:
         rows: trajectories that moved.
         bytes_before: disk space before.
         bytes_after: disk space after.
-        skipped: why nothing was done, or empty.
+        skipped: the reason if nothing was done, else empty.
     """
 
     segments_before: int
@@ -156,7 +156,7 @@ def _useless_updates(catalog: Catalog, gone: set[int]) -> set[int]:
 def compact(catalog: Catalog, root: Root) -> CompactReport:
     """Merge finished segments into few; ids, the order of arrival and every value stay.
 
-    Segments that a living process appends to stay as they are. Superseded updates are left out.
+    Segments that a living process appends to stay unchanged. Superseded updates are excluded.
     """
     before, bytes_before, moved = len(catalog.segments) + len(catalog.updates), _disk_bytes(catalog), 0
     with _claim(catalog) as mine:
@@ -370,7 +370,7 @@ def _sound(catalog: Catalog, group: list[Segment]) -> list[Segment]:
 def _merge(catalog: Catalog, group: list[Segment], *, superseded: bool = False) -> bool:
     """Merge segments of one kind into one that takes their place; return whether that was done.
 
-    Updates must have the same columns; `superseded` leaves out those of them that a newer one supersedes, and those of
+    Updates must have the same columns; `superseded` excludes those of them that a newer one supersedes, and those of
     rows that are gone.
     """
     ids = np.concatenate([s.row_ids(0, s.rows) for s in group])
@@ -459,7 +459,7 @@ def _discard(catalog: Catalog, entry: Entry) -> None:
 
 
 def read_batch(reader: ColumnReader, schema: Schema) -> Batch:
-    """Read whole rows in the form in which they are written; columns that no row was given are left out."""
+    """Read whole rows in the form in which they are written; columns without a value in any row are omitted."""
     batch = Batch(len(reader.ids), {}, {})
     for column in schema:
         present = reader.present(column)

@@ -24,9 +24,9 @@ class VerifyReport:
         rows: rows checked, including those that wait for eviction and those of updates.
         bytes: bytes whose checksum was recomputed.
         segments: segments checked.
-        problems: each in words; empty if there are none.
-        losses: what is not served and no problem, in words: what the owner accepted as lost, and commits that were
-            being written when a machine went down, which nobody was promised.
+        problems: a description of each; empty if there are none.
+        losses: descriptions of data that is not served and is not a problem: losses that the owner accepted, and
+            commits that were being written when a machine went down and were never acknowledged.
         damaged_ids: `[N]` int64, the rows that are damaged or lost.
         catalog_numbers: the catalog records that commits refer to.
     """
@@ -65,17 +65,17 @@ class VerifyReport:
         )
 
     def problem(self, words: str) -> None:
-        """Note a problem."""
+        """Record a problem."""
         if words not in self.problems:
             self.problems.append(words)
 
     def loss(self, words: str) -> None:
-        """Note what is not served and no problem."""
+        """Record a loss that is not a problem."""
         if words not in self.losses:
             self.losses.append(words)
 
     def damaged(self, ids: Int64Array) -> None:
-        """Note rows that are damaged or lost."""
+        """Record rows that are damaged or lost."""
         self.damaged_ids = np.union1d(self.damaged_ids, ids)
 
     def confirm(self, earlier: VerifyReport) -> None:

@@ -25,7 +25,7 @@ Operand = Mask | Texts
 
 _EXAMPLE: Final = "Write for example 'task_reward >= 0.5 and policy_version < 100', or 'finish_reason=stop'."
 _SHORT: Final = re.compile(r"\s*([A-Za-z][\w./-]*)\s*(>=|<=|==|!=|>|<|=|~)\s*(.+?)\s*\Z", re.DOTALL)
-"""One column, an operator and a value as it stands: what a shell is given without quotes inside."""
+"""One column, an operator and an unquoted value: what a shell is given without quotes inside."""
 _RANGE: Final = re.compile(r"(?=.*[^.])(-?[\w.:+-]*?)\.\.(-?[\w.:+-]*)\Z")
 _DATE: Final = re.compile(r"(?<![\w.'\"-])\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?(?![\w.'\"-])")
 _QUOTED: Final = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
@@ -98,7 +98,7 @@ def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
     a column of float16 or float32 is the value that prints like it, so `temperature == 0.7` finds what is shown as 0.7.
     A row whose divisor is 0 has no value.
 
-    The short form stands for one comparison: a column, `>= <= == = != > < ~` and the value without quotes:
+    The short form represents one comparison: a column, `>= <= == = != > < ~` and the value without quotes:
     `finish_reason=stop`. `~` is `contains`; `0.2..0.8` is a range, and either end may be omitted.
 
     In both, a date is `2026-01-31` or `2026-01-31T12:00`, UTC; `nan`, `null`, `true` and `false` are values.
@@ -149,7 +149,7 @@ def _parsed(condition: str, source: Operands) -> ast.expr:
 
 
 def _comparison(name: str, sign: str, text: str) -> ast.expr:
-    """Return the comparison that the short form stands for; `~` is `contains`."""
+    """Return the comparison that the short form represents; `~` is `contains`."""
     column, literal = ast.Name(name), _Written(text)
     if sign == "~":
         return ast.Call(ast.Attribute(column, "contains"), [literal], [])
@@ -174,7 +174,7 @@ def _with_dates_quoted(condition: str) -> str:
 
 
 def seconds_of(moment: str | datetime.datetime) -> float:
-    """Return seconds since 1970 of a date or a date and time, UTC where it does not say; a ValueError if it is none."""
+    """Return seconds since 1970 of a date or a date and time, UTC without a time zone; a ValueError for other text."""
     time = datetime.datetime.fromisoformat(moment) if isinstance(moment, str) else moment
     return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).timestamp()
 

@@ -1,4 +1,4 @@
-"""Writing: a process appends commits to segments of its own, and begins a new segment when one is full."""
+"""Writing: a process appends commits to separate segments, and begins a new segment when one is full."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ class Stream:
         """Commit a batch to the current segment, or to a new one; return where it is."""
         while True:
             writer = self._writer_for(batch, schema, begin)
-            writer.pending = True  # from here on, only its log tells what is in it
+            writer.pending = True  # from here on, only its log shows what is in it
             place = self._call.place = writer, writer.records + 1, writer.rows
-            # After every commit that this process has seen, whatever the clock says.
+            # After every commit that this process has seen, whatever the clock shows.
             now = time_after(self._catalog.newest_ns)
             try:
                 writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)

@@ -1,7 +1,7 @@
 """The tools whose dumps `import` reads: of each what its current writer writes, and nothing like it.
 
 A tool is a function from a row to records. Its docstring names the writer and what the fields mean; what the summary
-says of it is made of the fields that the function takes.
+reports about it is built from the fields that the function takes.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def trl(row: Fields) -> RawRollouts:
     Writer: `GRPOTrainer.log` in `trl/trainer/grpo_trainer.py`. Columns in this order: `step`, counted from 1; `prompt`
     and `completion`, text or messages; one column per reward function, called after it; those of `log_extra`;
     `advantage`. The weights of the functions are not written, nor which columns are rewards. Completions are decoded
-    without special tokens. Rows of one prompt stand in turn. Each log writes the last generation, also where several
+    without special tokens. Rows of one prompt are adjacent. Each log writes the last generation, also where several
     steps are taken on it, and after an evaluation that one's rows, which nothing marks. A completion that no function
     could score has NaN in all of them. A completion in messages
-    tells its turns; one that is text may be of a `rollout_func` with an environment.
+    records its turns; one that is text may be of a `rollout_func` with an environment.
     """
     step, prompt = as_int(row.value("step"), "step"), row.value("prompt")
     yield row.record(
@@ -130,8 +130,8 @@ def verl(row: Fields) -> RawRollouts:
     PROMPT.
 
     What the reward function gave may overwrite `score` (`base_data[k] = v`): a function that returns a dict under
-    DAPO's manager puts its own score there, without the overlong penalty, which then stands in `overlong_reward`. The
-    manager `limited` says `timeout` and `error` of a grading that failed, whose score is 0. `overlong` is true where
+    DAPO's manager puts its own score there, without the overlong penalty, which is then in `overlong_reward`. The
+    manager `limited` records `timeout` and `error` for a failed grading, whose score is 0. `overlong` is true where
     the response went beyond what DAPO punishes.
 
     `_validate` of both writes `trainer.validation_data_dir/STEP.jsonl` in the same way, after the update of that step,
@@ -320,7 +320,7 @@ def _temperature(calls: Sequence[Row]) -> float | None:
 
 
 def _is_evaluation(row: Fields) -> bool:
-    """Return True for an episode of prime-rl's evaluations: it says so itself, and so does its folder."""
+    """Return True for an episode of prime-rl's evaluations: it records this itself, and so does its folder."""
     work = part_of(part_of(row.row, "run"), "work")
     folder = row.path.parts[-3] if len(row.path.parts) > 2 else ""
     return _is_trained(row.row) and (work.get("type") == "eval" or folder == "eval")
@@ -536,7 +536,7 @@ def skyrl(row: Fields) -> RawRollouts:
     Writer: `dump_per_dataset_eval_results` in `skyrl/train/utils/trainer_utils.py`. Fields: `input_prompt` and
     `output_response`, the token ids decoded with their special tokens; `score`, the reward, or one per token, whose sum
     it is; `stop_reason`, of the engine; `env_class`, `env_extras`, `data_source`. The response of a multi-turn
-    environment holds what the environment said, and the mask is not written: aime, gsm8k and lcb of skyrl-gym 0.4.0 end
+    environment contains the environment's text, and the mask is not written: aime, gsm8k and lcb of skyrl-gym 0.4.0 end
     after one response. Rows have no id: a group is the rows of a file with one prompt and one
     ground truth. Without the conversation mode
     SkyRL puts an end token after a response that lacks one.
@@ -635,7 +635,7 @@ def openrlhf(row: Fields) -> RawRollouts:
     """OpenRLHF 0.9.6: the generations with rewards of `openrlhf.cli.batch_inference --eval_task rm`.
 
     Writer: `batch_rm_inference` in `openrlhf/cli/batch_inference.py`, the last one: 0.9.7 removed it, and OpenRLHF 0.11
-    writes no rollouts to files. Fields: `input`, the prompt as it was sampled from, template applied; `output`, of one
+    writes no rollouts to files. Fields: `input`, the prompt as sampled from, template applied; `output`, of one
     turn; `reward`, of the reward model. Best-of-N samples are not in turn (`prompts * N`, then by rank): a group is the
     rows of a file with one prompt.
     """
@@ -699,7 +699,7 @@ def _is_call(row: Row) -> bool:
 
 
 class _Summary(NamedTuple):
-    """What a rollout summary of tinker says of a trajectory."""
+    """What a rollout summary of tinker records about a trajectory."""
 
     reward: float | None
     step: int | None
@@ -885,7 +885,7 @@ def _group_of(row: Fields, prompt: Any) -> DerivedField | None:
 def _conversation(row: Fields, talk: Any, names: Mapping[str, str]) -> RawRollout:
     """Return the record of messages: the last is the completion, and those before it the prompt.
 
-    An assistant's message among those before may be the policy's own: the file does not tell.
+    An assistant's message among those before may be the policy's own: the file does not record it.
     """
     if not is_messages(talk) or talk[-1].get("role") != "assistant" or len(talk) < 2:
         raise DataError(f"field '{MESSAGES}' must be chat messages that end with the assistant's, got {excerpt(talk)}.")
@@ -917,7 +917,7 @@ def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
 TOOLS: tuple[Tool, ...] = tuple(REGISTERED)
 ROWS = Tool(name="rows", summary="rows with a prompt, a completion and a reward", signature=frozenset(), read=rows)
 NAMES: tuple[str, ...] = ("auto", "jsonl", "rows", *dict.fromkeys(tool.name for tool in TOOLS), "store")
-"""What `--format` takes; `jsonl` is `rows` of a file whose name tells nothing; `store` is what `export` writes."""
+"""What `--format` takes; `jsonl` is `rows` of a file whose name shows no tool; `store` is what `export` writes."""
 
 
 def is_store_row(row: Row) -> bool:
@@ -932,7 +932,7 @@ def check_format(name: str) -> None:
 
 
 def find_tool(name: str, row: Row, *, is_export: bool = False) -> Tool | None:
-    """Return the tool of a file from its first row; None for rows that `export` wrote, or where `is_export` says so.
+    """Return the tool of a file from its first row; None for rows that `export` wrote, or where `is_export` is true.
 
     >>> find_tool("auto", {"prompt": "1+1=", "completion": "2", "reward": 1.0}).name
     'rows'

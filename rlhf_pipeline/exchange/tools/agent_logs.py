@@ -41,7 +41,7 @@ def rllm(row: Fields) -> RawRollouts:
     `trajectories`, each with `name`, `uid`, `reward` and `steps`, of which `chat_completions` are the messages up to
     and with the model's. MODE is `train` or `val`.
 
-    Each step is a trajectory of its own, as its messages show what its call read, with the reward of the whole. A group
+    Each step is a separate trajectory, as its messages show what its call read, with the reward of the whole. A group
     is a task of a step, of each agent (`name`) by itself.
     """
     values = row.row
@@ -102,7 +102,7 @@ def art_groups(row: Fields) -> RawRollouts:
     Writer: `serialize_trajectory_groups` in `src/art/utils/trajectory_logging.py`. Each of `trajectories` has `reward`,
     `metrics`, `metadata`, `messages_and_choices`, `tools`, `additional_histories` and `logs`. What the policy sampled
     is a choice (`message`, `finish_reason`); all else are messages. Exceptions are not written. Each choice is a
-    trajectory of its own, whose prompt is the messages before it. Splits other than `train` are evaluations.
+    separate trajectory, whose prompt is the messages before it. Splits other than `train` are evaluations.
     """
     for trajectory in row.row["trajectories"]:
         histories = [trajectory, *(trajectory.get("additional_histories") or ())]

@@ -38,7 +38,7 @@ def atif(row: Fields) -> RawRollouts:
     Format: `Trajectory` of the package `atif` 1.8.0. Fields: `steps`, each with `source`, `message`, `tool_calls`,
     `observation` and, of the agent, `metrics` with `prompt_token_ids` (the whole prompt of the call),
     `completion_token_ids` and `logprobs`; `is_copied_context`; `llm_call_count`, 0 for a step that no model made;
-    `subagent_trajectories`; `extra`. What was sampled follows from the prompts: as long as one goes on where the step
+    `subagent_trajectories`; `extra`. What was sampled follows from the prompts: as long as one continues where the step
     before it ended, the steps are one trajectory; where the context was rewritten, another one begins.
 
     Agents write the document again after each step. An episode is identified by its `session_id`, which several may
@@ -55,7 +55,7 @@ def _documents(row: Fields, document: Row, trial: Row, parent: Row, depth: int =
     extra = {**parent, **part_of(document, "extra"), **part_of(part_of(document, "extra"), "rl")}
     parts = _parts(as_list(document["steps"], "steps"))
     if parts and parts[-1]["one_turn"] and (after := as_ids(extra.get("token_ids_after") or [], "token_ids_after")):
-        values = parts[-1]["made"]  # what an environment said last, which no prompt has
+        values = parts[-1]["made"]  # the last reply of an environment, which no prompt has
         for name, filling in (("completion_ids", after), ("completion_mask", [0] * len(after))):
             values[name] = DerivedField(values[name].how, [*values[name].value, *filling])
         for name in ("log_probs", "ref_log_probs"):
@@ -218,7 +218,7 @@ def _is_sampled(step: Row) -> bool:
 
 
 def _messages(step: Row) -> list[dict[str, Any]]:
-    """Return the chat messages of a step: what was said, and what tools answered."""
+    """Return the chat messages of a step: its text, and the replies of tools."""
     message: dict[str, Any] = {"role": _ROLES.get(str(step.get("source")), "user"), "content": step.get("message")}
     message |= {name: step[name] for name in ("tool_calls", "reasoning_content") if step.get(name)}
     replies = part_of(step, "observation").get("results") or ()
@@ -226,7 +226,7 @@ def _messages(step: Row) -> list[dict[str, Any]]:
 
 
 def _trial_of(path: Path) -> Mapping[str, Any]:
-    """Return the `result.json` of the Harbor trial that a trajectory stands in; nothing where there is none."""
+    """Return the `result.json` of the Harbor trial that contains a trajectory; nothing where there is none."""
     for file in trial_results(path):
         if file.is_file():
             try:

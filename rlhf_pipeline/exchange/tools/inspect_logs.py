@@ -87,5 +87,5 @@ def _paths(name: str, value: Any) -> list[str]:
 
 
 def is_sample(row: Row) -> bool:
-    """Return True for a sample as an `.eval` archive holds it, each in a file of its own."""
+    """Return True for a sample as an `.eval` archive holds it, each in a separate file."""
     return {"id", "epoch", "input", "target", "messages"} <= row.keys()

@@ -33,7 +33,7 @@ class Tool:
     also: Callable[[Row], bool] = lambda row: True
     """A further condition on a row."""
     first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
-    """Returns fields by target that the first row tells for all; raises a DefinitionError that asks for one."""
+    """Returns fields by target that the first row determines for all; raises a DefinitionError that asks for one."""
     unit: Callable[[Fields], str] = lambda fields: ""
     """Names what the tool writes as one file and writes again after a restart; empty if it only appends."""
     grows: bool = False

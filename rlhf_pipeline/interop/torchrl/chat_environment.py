@@ -17,8 +17,8 @@ from rlhf_pipeline.policies.encoding import history_messages
 class ChatEnvironment:
     """Makes an environment of a `ChatEnv` in history mode; `Pipeline(environment=ChatEnvironment(make))`.
 
-    The definition's prompts are its queries, so it needs no data loader. What its transforms put after a turn is the
-    reply; a turn after which they put nothing, or set `done`, is the last one.
+    The definition's prompts are its queries, so it needs no data loader. The text that its transforms append after a
+    turn is the reply; a turn after which they append nothing, or set `done`, is the last one.
 
     Args:
         make: returns a new `ChatEnv` of batch size 1, with its transforms.

@@ -24,14 +24,14 @@ _OPTIONS = "LLMCollector(..., yield_completed_trajectories=True)"
 class ChatTrajectories(Transform):
     """Turns the steps of a `ChatEnv` into one row per trajectory, on the write path.
 
-    A step of a `ChatEnv` is one turn, and holds the conversation up to it. The row of a trajectory has the tokens of
+    A step of a `ChatEnv` is one turn, and contains the conversation up to it. The row of a trajectory has the tokens of
     its last turn, with the assistant's mask and the log-probs of all turns at the positions of their tokens. Put it
     last in the list, so that it runs first:
 
         Compose(MCAdvantage(8), KLRewardTransform(coef=0.1), RetrieveLogProb(reference), ChatTrajectories())
 
     Nothing is tokenized here. If the tokens of a turn are not a prefix of the next turn's, the conversation was encoded
-    again from its text and the sampled tokens are lost, so the batch is refused.
+    again from its text and the sampled tokens are lost, so the batch is rejected.
 
     Reads: `tokens` (prompt, response, full), `("log_probs", "response")`, `("next", "reward")`, `("next", "done")`,
     and if present `group_id`, `query`, `policy_version`, `("next", "terminated")`, `history`. Writes the keys of
@@ -41,7 +41,7 @@ class ChatTrajectories(Transform):
     Args:
         group_key: identity of the group, a number or a string. None takes `group_id` if present, otherwise `query`,
             which makes two equal questions one group.
-        keep_log_probs: False leaves the sampler's log-probs out, and
+        keep_log_probs: False omits the sampler's log-probs, and
             `RetrieveLogProb(reference, behaviour_model=policy)` fills them in.
 
     Raises:

@@ -57,11 +57,11 @@ class KLRewardTransform(KLReward):
         controller: sets the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
         action_key: for the general form; nothing reads it here, where the actions are the token ids.
-        tokenizer: no effect, as in TorchRL: token ids are scored as they are.
+        tokenizer: no effect, as in TorchRL: token ids are scored unchanged.
         padding_side: no effect: the result has the form of the batch.
         requires_grad: for the general form; here the reference is scored without gradient, so True is refused.
         device: where to run the reference; None leaves it where it is.
-        **unknown: refused, with a reason for TorchRL's arguments; `use_ray_service=False` is accepted.
+        **unknown: rejected, with a reason for TorchRL's arguments; `use_ray_service=False` is accepted.
         token_budget: padded tokens of one forward pass of the reference.
 
     Raises:
@@ -213,10 +213,10 @@ class ActorKLRewardTransform(KLRewardTransform):
         requires_grad: True makes the copy's parameters require gradients and keeps the graph.
         log_prob_key: log-prob of the action; the actor's own key when None.
         action_key: the action; the environment's, or the actor's first output, when None.
-        device: where the copy runs; None leaves it where the actor is.
+        device: where the copy runs; None keeps it on the actor's device.
         add_to_reward: False leaves the reward unchanged and only writes the penalty.
         controller: sets the coefficient; it is not updated here.
-        **unknown: refused, with a reason for TorchRL's arguments.
+        **unknown: rejected, with a reason for TorchRL's arguments.
 
     Raises:
         DefinitionError: if no actor or too many keys are given.
@@ -302,7 +302,7 @@ class ActorKLRewardTransform(KLRewardTransform):
         return self.log_prob_key
 
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:
-        """Return no columns: on the write path the steps have been through the environment already."""
+        """Return no columns: on the write path the environment has already processed the steps."""
         del batch, writing
         return {}
 
@@ -332,7 +332,7 @@ class ActorKLRewardTransform(KLRewardTransform):
             )
         with contextlib.nullcontext() if self.requires_grad else torch.no_grad():
             if log_prob is None:
-                # In an environment the actor is as it was when the action was taken; `check_env_specs` takes random
+                # In an environment the actor is unchanged since the action was taken; `check_env_specs` takes random
                 # actions, which no actor scored.
                 log_prob = self.__dict__["actor"].get_dist(tensordict.clone(recurse=False)).log_prob(action)
             inputs = tensordict.clone(recurse=False) if self.device is None else tensordict.to(self.device)

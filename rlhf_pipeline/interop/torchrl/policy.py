@@ -63,7 +63,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
 
     Raises:
         DefinitionError: an argument is out of range, or the model is of a kind that cannot be scored from its hidden
-            states (the message says why).
+            states (the message gives the reason).
 
     >>> from rlhf_pipeline import scratch_policy
     >>> policy = scratch_policy("01=", hidden_size=16, num_layers=1, num_heads=2, generate=True, max_new_tokens=3)

@@ -39,12 +39,12 @@ class RolloutFromModel:
     - The EOS may be any token or several, as in the model's generation config, and may also be the padding token.
       Masks distinguish tokens from padding, so an EOS in a prompt is a token, and so is the one that ends a completion.
     - Log-probs are float32, at the sampling temperature, of the distribution that was sampled from: top-k, top-p and
-      similar options are off, whatever the checkpoint says, and are refused in a `generation_config`.
+      similar options are off, whatever the checkpoint specifies, and are rejected in a `generation_config`.
     - Nothing is NaN when every completion stops early, dropout is off, and `step_scheduler` needs no scheduler.
     - On request, memory grows with the number of tokens, not with its square: see `padding_side`.
 
     Prefixes: `input_ids` and `attention_mask`, `[B, T, P + T]`, here and under "next", hold the prefix of every step,
-    tokens first and then padding, so a model with absolute positions (GPT-2) scores them as they are. Here and under
+    tokens first and then padding, so a model with absolute positions (GPT-2) scores them unchanged. Here and under
     "next" are views of one buffer `[B, T + 1, P + T]`, 9 bytes per entry. With `padding_side="left"`, step `i` is a
     window that ends with the newest token, and all four are views of two buffers `[B, P + 2 T]`. TorchRL's
     `LMHeadActorValueOperator`, which reads the last column, needs that, too, and a model with absolute positions then

@@ -54,7 +54,7 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
 
     Args:
         model: a `TransformersWrapper`, a `vLLMWrapper` or a wrapper shaped like these; a `CausalLMPolicy` is returned
-            as it is, and a causal language model of transformers becomes one.
+            unchanged, and a causal language model of transformers becomes one.
         owner: the caller's name, for messages.
 
     Raises:
@@ -169,14 +169,14 @@ class EnginePolicy:
 
     It scores and samples by calling the wrapper on ragged token ids, and uses the wrapper's log-probs. So:
 
-    - there is no gradient, and a loss refuses it;
-    - scores are at temperature 1, like those of TorchRL's wrappers. Sampling at another temperature is refused, unless
+    - there is no gradient, and a loss rejects the policy;
+    - scores are at temperature 1, like those of TorchRL's wrappers. Sampling at another temperature is rejected, unless
       the engine reports log-probs of the processed distribution
       (`vllm.LLM(..., logprobs_mode="processed_logprobs")`); `temperature` is then used for sampling only, and scoring
-      at it is refused;
+      at it is rejected;
     - the engine's generator is used, so `seed` and `stream_ids` have no effect and a rollout is not repeatable;
-    - a wrapper that drops tokens equal to the padding id, as `vLLMWrapper` does, is refused once it drops one: give the
-      tokenizer a padding token of its own.
+    - a wrapper that drops tokens equal to the padding id, as `vLLMWrapper` does, is rejected once it drops one: give
+      the tokenizer its own padding token.
 
     Args:
         wrapper: the wrapper. Its `get_new_version` makes the versions that read token ids.

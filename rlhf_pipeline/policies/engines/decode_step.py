@@ -1,7 +1,7 @@
 """One decode step of the slots: draw the next token of each row from its hidden state, then run it through the trunk.
 
 Both halves take tensors and return tensors, and no shape, address or branch in them depends on a value in a tensor. On
-a CPU the host stands between the two halves: it reads the tokens, and finished rows are never fed. On CUDA
+a CPU the host is between the two halves: it reads the tokens, and finished rows are never fed. On CUDA
 `device_steps` puts them together, several times between two reads of the host, and replays them as one graph.
 """
 

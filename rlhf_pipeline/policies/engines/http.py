@@ -9,7 +9,7 @@ The engine calls (vLLM 0.32): `/inference/v1/generate`, `/abort_requests`, `/pau
 and `/health`. Development mode lets any client run methods: keep the server on the loopback address or on a network of
 its own.
 
-After a connection error, the server is told to drop the request, and it is sent again under another id; only the reply
+After a connection error, the server is asked to cancel the request, which is retried under another id; only the reply
 to the last one is read, so no completion arrives twice. Weights carry a label with this run's name, and tokens that
 were sampled with any other label are refused.
 """
@@ -60,7 +60,7 @@ PATIENCE_S = 300.0
 _CONNECTIONS = 64
 _HEALTH_EVERY_S = 10.0
 _LOADING = "loading"
-"""Stands for the version in the label of weights that are not whole yet."""
+"""Represents the version in the label of weights that are incomplete."""
 _REPLY_S = 600.0
 """The longest wait for a reply that is not a completion; loading weights takes longest."""
 _ID_PREFIX = "generate-tokens-"
@@ -157,7 +157,7 @@ class HTTPEngine:
         self._ask("POST", "/pause?mode=keep", {})
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
         self._paused = False
         self._ask("POST", "/resume", {})
 
@@ -222,7 +222,7 @@ class HTTPEngine:
         self._server()
         if self._ask("GET", "/weight_info").get("weight_version") != label:
             self._ask("POST", "/pause?mode=keep", {})
-            # Until the new weights are whole, the label is no version's: after a kill here, the next one loads them.
+            # Until the new weights are complete, the label is no version's: after a kill here, the next one loads them.
             self._ask("POST", "/update_weight_version", {"new_version": f"{self._owner}:{_LOADING}"})
             status, reply = self._reload(folder)
             if status == 200:
@@ -345,7 +345,7 @@ class HTTPEngine:
 class _ServerCall:
     """One call of `generate` or `converse`: its requests are sent in parallel, each until its reply is complete.
 
-    `versioned` tells whether the server's weights had a version when the call began.
+    `versioned` is whether the server's weights had a version when the call began.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ def collected(request: Request, rows: Sequence[Row], *, versioned: bool) -> Ragg
 
 @contextmanager
 def with_head(folder: Path) -> Iterator[Path]:
-    """Yield a checkpoint folder in which a head that is tied to the embedding is a tensor of its own.
+    """Yield a checkpoint folder in which a head that is tied to the embedding is a separate tensor.
 
     When vLLM 0.32 reloads weights from a folder with the embedding alone, it leaves a tied head unchanged, and reports
     that only in its log. The yielded folder is next to the original, with links to its files.

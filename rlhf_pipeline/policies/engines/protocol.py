@@ -325,7 +325,7 @@ class Engine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
         ...
 
     def load_weights(self, weights: Weights, version: int) -> None:

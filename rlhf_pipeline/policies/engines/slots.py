@@ -191,7 +191,7 @@ class SlotEngine:
         self.gate.close()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
         self.gate.open()
 
     def load_weights(self, weights: Weights, version: int) -> None:
@@ -221,7 +221,7 @@ class TokenOutcome(NamedTuple):
     Attributes:
         tokens: to be fed, int64 `[rows]`.
         leaves: which rows leave their slots, bool `[rows]`.
-        breaks: which rows do not go on with the token that the device feeds: those that leave, and those that wait.
+        breaks: which rows do not continue with the token that the device feeds: those that leave, and those that wait.
     """
 
     tokens: Int64Array
@@ -466,7 +466,7 @@ class SlotRun(EngineRollout):
     def _place(self, old: int, new: Int64Array, done: npt.NDArray[np.bool_], stored: Int64Array) -> Int64Array:
         """Give every unfinished row a slot `0 .. k - 1`, moving and inserting rows as needed; return each slot's row.
 
-        The `old` rows that hold slots now come first, then `new`, the completions without one; `done` tells of all of
+        The `old` rows that hold slots now come first, then `new`, the completions without one; `done` is for all of
         them whether they have finished.
         """
         going = np.flatnonzero(~done)
@@ -644,7 +644,7 @@ class _Turns(SlotRun):
         return stream_keys(self.seed, [stream], self.member_of[[conversation]])
 
     def come_back(self) -> None:
-        """Queue the conversations whose reply is due; if there is nothing else to do, go on to the next such step."""
+        """Queue the conversations whose reply is due; if nothing else is due, advance to the next such step."""
         if not len(self.live) and self.next >= self.count and self.due and not self.came:
             self.clock = min(self.due)
         came = self.came | self._fetch(self._due_by(self.clock))
@@ -654,7 +654,7 @@ class _Turns(SlotRun):
             self._go_on(conversation, reply, in_slot=False)
 
     def step(self) -> bool:
-        """See `SlotRun.step`; the clock goes on."""
+        """See `SlotRun.step`; the clock continues."""
         going = super().step()
         self.clock += self.strode
         return going

@@ -29,7 +29,7 @@ def converse(
 ) -> list[TurnRow]:
     """Run conversations on any engine until each is over; see `TurnEngine.converse`.
 
-    An engine without a loop of its own gets one `generate` per turn, in several threads.
+    An engine without its own loop gets one `generate` per turn, in several threads.
     """
     if isinstance(engine, TurnEngine):
         return engine.converse(request, partner, row_tokens=row_tokens, refresh=refresh)

@@ -132,7 +132,7 @@ class Partner(Protocol):
         ...
 
     def fetch(self, places: Sequence[int], go_on: Callable[[], bool]) -> Answers | None:
-        """Wait for exactly these missing answers, which are due; None if `go_on` has said no meanwhile."""
+        """Wait for exactly these missing answers, which are due; None if `go_on` has returned False meanwhile."""
         ...
 
     def listen(self, wake: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ class Partner(Protocol):
 
 @runtime_checkable
 class TurnEngine(Engine, Protocol):
-    """An engine with a loop of its own for conversations, because it keeps caches or counts steps between turns."""
+    """An engine with its own loop for conversations, because it keeps caches or counts steps between turns."""
 
     def converse(
         self, request: Request, partner: Partner, *, row_tokens: int, refresh: WeightRefresh | None = None

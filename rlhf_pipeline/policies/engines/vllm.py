@@ -159,7 +159,7 @@ class VLLMEngine:
         self.gate.close()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
         self.gate.open()
 
     def load_weights(self, weights: Weights, version: int) -> None:

@@ -96,7 +96,7 @@ def _of_run(view: View, what: str, query: Query) -> Any:
 
 
 def _about(view: View) -> Answer:
-    """Return a run in one row; one that cannot be read says why, and hides no other."""
+    """Return a run in one row; one that cannot be read gives the reason, and hides no other."""
     try:
         return view.about()
     except (PipelineError, StoreError) as error:

@@ -1,6 +1,6 @@
 """The server of the pages: this machine only, and only for whoever has the key in the printed URL.
 
-It reads runs and stores and never writes to them; notes are in a file of their own.
+It reads runs and stores and never writes to them; notes are in a separate file.
 """
 
 from __future__ import annotations

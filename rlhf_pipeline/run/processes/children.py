@@ -32,7 +32,7 @@ _LOG_BYTES: Final = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SupervisorConfig(Settings):
-    """The number of processes, and when one is restarted, killed or given up.
+    """The number of processes, and when one is restarted, killed or no longer restarted.
 
     >>> SupervisorConfig(collectors=2).delay_s(1), SupervisorConfig().delay_s(4), SupervisorConfig().delay_s(99)
     (1.0, 8.0, 60.0)
@@ -235,7 +235,7 @@ class Child:
         return None
 
     def send(self, number: int) -> None:
-        """Send a signal, if it is alive; the first process of a group tells the others."""
+        """Send a signal, if it is alive; the first process of a group notifies the others."""
         first = self._processes.get(self.name)
         if first is not None and first.poll() is None:
             first.send_signal(number)

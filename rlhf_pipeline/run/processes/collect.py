@@ -46,7 +46,7 @@ _COPIES = 2
 def collect(
     job: Run, *, name: str | None = None, parent: int | None = None, on_event: EventHandler = ignore_events
 ) -> CollectorFinished:
-    """Collect rollouts into a run until its learner says that it has ended, or a signal asks to stop.
+    """Collect rollouts into a run until its learner reports that it has ended, or a signal asks to stop.
 
     Any number of collectors may run beside each other and beside `learn`, and each may be killed at any time. No prompt
     is lost or repeated: the rollout of a killed collector is the next that another one claims.
@@ -62,7 +62,7 @@ def collect(
         RunMismatchError: the run was started with another definition or seed.
         DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
         RewardError: every reward call of a rollout failed; the rollout is free for the next try.
-        StoreError: the store could not take a rollout; nothing of it was acknowledged.
+        StoreError: the store could not take a rollout; no part of it was acknowledged.
     """
     run, pipeline, seed = RunFolder(job.run_dir), job.pipeline, job.seed
     with (

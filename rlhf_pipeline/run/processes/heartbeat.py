@@ -1,4 +1,4 @@
-"""How a process reports its state: a lock that dies with it, and a small file that says what it is doing."""
+"""How a process reports its state: a lock that dies with it, and a small file with its current activity."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def is_alive(folder: Path, name: str) -> bool:
     with file:
         try:
             return not try_lock(file)
-        except OSError:  # a disk without locks: `run` and `doctor` say so
+        except OSError:  # a disk without locks: `run` and `doctor` report it
             return False
 
 

@@ -25,7 +25,7 @@ def learn(job: Run, *, parent: int | None = None, on_event: EventHandler = ignor
 
     Rollouts are taken in the order of their arrival, each for `Learn.steps_per_rollout` steps. The ledger names the
     trajectories of a step before the step is taken, and a restarted learner repeats the steps after its checkpoint
-    as the ledger says: on a CPU its weights are then those of a learner that was never killed, bit for bit.
+    as the ledger records: on a CPU its weights are then those of a learner that was never killed, bit for bit.
 
     Args:
         job: the run; its folder is made if absent.

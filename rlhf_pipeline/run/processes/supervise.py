@@ -105,7 +105,7 @@ def supervise(
 def commands(run_dir: Address, collectors: int, setup: Setup) -> dict[str, list[str]]:
     """Return the command of each process of a supervised run, by name, the learner first.
 
-    Each is told what the supervisor was told: the record has a change only after the first step with it.
+    Each receives the supervisor's arguments: the record has a change only after the first step with it.
     """
     base = [sys.executable, "-m", "rlhf_pipeline"]
     end = [setup.definition] if setup.definition else []
@@ -255,7 +255,7 @@ class Supervisor:
         self._watch_run()
 
     def _finished(self) -> Literal["target", "steps"] | None:
-        """Return why the run has ended, once its learner has left; None while it goes on."""
+        """Return why the run has ended, once its learner has left; None while it continues."""
         return None if self.children["learner"].is_wanted else self._published_end()
 
     def _published_end(self) -> Literal["target", "steps"] | None:

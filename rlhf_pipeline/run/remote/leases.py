@@ -116,7 +116,7 @@ class Leases:
                 self._bucket.delete([self._key(name)])
 
     def living(self) -> set[str]:
-        """Return the names of the processes that are alive, as far as this one can tell."""
+        """Return the names of the processes that are alive, as far as this one can see."""
         now = time.monotonic()
         if now - self._looked >= self.seconds / _LOOKS:
             late = now - self._looked > self.seconds / 2

@@ -1,6 +1,6 @@
 """A run in an object store, and this process's copy of the parts that it needs.
 
-A process works on files below `Mirror.root` as it would in a run folder, and `RunFolder` tells the mirror what is
+A process works on files below `Mirror.root` as it would in a run folder, and `RunFolder` notifies the mirror what is
 needed (`bring`), what was written (`keep`) and what is gone (`drop`). A run in a folder has no mirror.
 """
 

@@ -40,7 +40,7 @@ class BucketRollouts(Rollouts):
         bucket.put_once(_BEGUN, b"")
 
     def add(self, done: StoredRollout) -> None:
-        """Put the record; if another collector was first, its record counts and says the same."""
+        """Put the record; if another collector was first, its record counts and is identical."""
         self._bucket.put_once(_key(done.rollout), json.dumps(asdict(done)).encode())
 
     def new(self, returned: RolloutSet) -> list[int]:

@@ -2,7 +2,7 @@
 
     workflow = RecordingWorkflow(RLVRWorkflow(...), TrajectoryRecorder("runs/areal/store"), temperature=1.0)
 
-An engine that is called from a controller gets workflows by name, in processes of their own:
+An engine that is called from a controller gets workflows by name, in separate processes:
 
     TRAJECTORY_STORE=runs/areal/store
     workflow="trajectory_store.adapters.areal.RecordingWorkflow"
@@ -15,7 +15,7 @@ of `areal/infra/remote_inf_engine.py`; `WorkflowContext` of `areal/infra/workflo
 """
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import asyncio

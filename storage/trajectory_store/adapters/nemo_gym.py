@@ -8,11 +8,11 @@
       lineage_store_kwargs: {store: runs/gym/store}
 
 Source: `TokenSink`, `TokenSource` and `LineageResolver` of `nemo_gym/token_id_capture/protocols.py` (nemo-gym 0.7.0),
-whose `conformance.py` passes. A call is a row; what is dropped stays, with a row that says so.
+whose `conformance.py` passes. A call is a row; what is dropped stays, with a row that records it.
 """
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import asyncio
@@ -75,7 +75,7 @@ class StoreCapture:
         return protocols.TokenCaptureSnapshot(rollout_id, entries, marked or bool(begun - puts.keys()), snapshot, moved)
 
     async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
-        """Say that a snapshot was consumed; its rows stay, to look at and to learn from."""
+        """Record that a snapshot was consumed; its rows stay in the store for inspection and learning."""
         now = await self.freeze(rollout_id)
         if (now.snapshot_id, now.version) != (snapshot_id, version):
             return False
@@ -83,7 +83,7 @@ class StoreCapture:
         return True
 
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> Any:
-        """Return which call a request goes on from."""
+        """Return which call a request continues from."""
         lineage = extras.load("nemo_gym.token_id_capture.lineage", "NeMo-Gym's capture").RolloutLineage()
         for entry in (await self.freeze(rollout_id)).entries:
             lineage.add_entry(entry)

@@ -10,7 +10,7 @@ Source: `GeneratorInterface`, `GeneratorInput` and `GeneratorOutput` of `skyrl/t
 """
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 from typing import Any

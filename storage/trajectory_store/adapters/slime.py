@@ -8,7 +8,7 @@ with `(args, all_samples, data_source)`; `Sample` of `slime/utils/types.py`.
 """
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
@@ -54,7 +54,7 @@ def record(args: Any, all_samples: Any, data_source: Any = None, *, recorder: Tr
         groups=[sample.index if sample.group_index is None else sample.group_index for sample in samples],
         episodes=episodes,
         run_id=writer.session_id,
-        one_prompt=False,  # slime forms the groups, and a rollout of its own may write each prompt
+        one_prompt=False,  # slime forms the groups, and its own rollout may write each prompt
         metas=[
             {"index": sample.index, "status": status, "reward": reward}
             for sample, status, reward in zip(samples, statuses, rewards, strict=True)

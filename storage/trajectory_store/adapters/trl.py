@@ -1,7 +1,7 @@
 """Hooks into TRL's trainers."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import logging

@@ -10,7 +10,7 @@ and tags of `verl/trainer/ppo/v1/agent_loop_tq.py`.
 """
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import copy
@@ -206,7 +206,7 @@ def _version(step: Any) -> int:
 
 
 def _rows(values: Any) -> list[Any]:
-    """Return the rows of a nested or a padded tensor as lists, and those of anything else as they are."""
+    """Return the rows of a nested or a padded tensor as lists, and those of anything else unchanged."""
     rows = values.unbind() if hasattr(values, "unbind") else values
     return [row.tolist() if hasattr(row, "tolist") else getattr(row, "data", row) for row in rows]
 

@@ -98,7 +98,7 @@ class ObjectMedium(Medium):
         self._cache.begin()
 
     def fresh(self) -> ObjectMedium:
-        """Return the same bucket with a cache of its own."""
+        """Return the same bucket with a separate cache."""
         return ObjectMedium(self.bucket, self._root, *self._options)
 
     # Reading
@@ -173,7 +173,7 @@ class ObjectMedium(Medium):
         self._catch_up(asking)
 
     def _catch_up(self, segments: Sequence[ObjectSegment], *, opening: bool = False) -> None:
-        """Read commits of which there may be many: a listing of their objects says which to request.
+        """Read commits of which there may be many: a listing of their objects shows which to request.
 
         With `opening`, it also distinguishes the end of a segment from an object missing or damaged in its middle. A
         reader that follows a segment does not: the objects may have been removed after a merge.
@@ -208,7 +208,7 @@ class ObjectMedium(Medium):
                     segment.leave_out(seq, f"object {segment.key(seq)} is missing")
 
     def _check_objects(self, segment: ObjectSegment) -> None:
-        """Leave out the commits that did not reach the disk as a whole before the machine went down."""
+        """Exclude the commits that did not reach the disk as a whole before the machine went down."""
         report, lost_commits = VerifyReport(self.where), segment.lost_commits()
         for seq in range(segment.records):
             if seq in lost_commits:

@@ -199,7 +199,7 @@ class ObjectSegment(Segment):
         return True
 
     def pass_over(self, following: Commit) -> bool:
-        """Leave out commits that are missing or unreadable: the one that follows says which rows they held."""
+        """Exclude commits that are missing or unreadable: the one that follows records which rows they contained."""
         last, rows_end = self._last, following.rows_end - following.n_rows - sum(row[0] for row in following.before)
         starts = tuple(following.before[0][2:]) if following.before else tuple(following.starts.values())
         first = following.seq - len(following.before)
@@ -223,7 +223,7 @@ class ObjectSegment(Segment):
         self.gaps = sorted([*(g for g in self.gaps if g is not earlier_gap), gap])
 
     def expect_rows(self, promised: int | None) -> None:
-        """Leave out the rows that the catalog knows of and that no commit has."""
+        """Exclude the rows that the catalog knows of and that no commit has."""
         if promised is not None and self.rows < promised <= self.meta.rows_cap:
             last = self._last
             earlier_gap = next((gap for gap in self.gaps if gap.seq == self.records), None)
@@ -291,7 +291,7 @@ class ObjectSegment(Segment):
         return None
 
     def _is_named(self, commit: Commit, seq: int) -> bool:
-        """Return whether an object holds the commit that its name says."""
+        """Return whether an object contains the commit that its name states."""
         return (commit.ordinal, commit.seq, commit.salt) == (self.ordinal, seq, self.meta.salt)
 
     def _from_end(self, key: str, tail: tuple[bytes, int] | None, read: Callable[[bytes, int], T]) -> T | None:
@@ -365,7 +365,7 @@ class ObjectSegment(Segment):
         return offsets is not None and bool(fetched[offsets[row] // size : -(-offsets[row + 1] // size)].all())
 
     def find_damage(self, rows: Rows, names: Iterable[str]) -> bool:
-        """Fetch arrays of rows, and leave out what is gone; return whether damage was found that is not noted yet."""
+        """Fetch arrays of rows, and skip what is gone; return whether damage was found that is not noted yet."""
 
         def fetch(name: str, rows: Rows) -> None:
             try:
@@ -383,7 +383,7 @@ class ObjectSegment(Segment):
         return len(self.gaps) > self.noted
 
     def _find_missing(self, name: str, unit: int) -> None:
-        """Fetch a part of an array, or leave it out if its object is gone."""
+        """Fetch a part of an array, or skip it if its object is gone."""
         try:
             if self.sealed is None:
                 self._fetch_commits(name, [unit])
@@ -397,7 +397,7 @@ class ObjectSegment(Segment):
                 self._lose_chunk(name, unit, f"object {error} is missing")
 
     def _lose_chunk(self, name: str, chunk: int, why: str) -> None:
-        """Leave out the rows with values in a chunk of an array of a merged segment; its values stay zeros."""
+        """Exclude the rows with values in a chunk of an array of a merged segment; its values stay zeros."""
         self._have(name, chunk, 0)
         for first, end in self.rows_of_chunk(self.specs[name], chunk):
             self.add_gap(Gap(0, first, end, why, name))
@@ -675,7 +675,7 @@ class ObjectSegment(Segment):
         return [crc32c(part) for part in parts] == right
 
     def _stored_crcs(self, name: str, first: int, last: int) -> bytes:
-        """Return the stored checksums of some chunks of an array, as far as they are there."""
+        """Return the stored checksums of some chunks of an array, as far as they exist."""
         key, before = f"{self.name}/{CHECKS}", 0
         for array_name, spec in self.specs.items():
             if array_name == name:
@@ -699,7 +699,7 @@ class ObjectSegment(Segment):
                 os.close(fd)
 
     def _land(self, seq: int, files: Mapping[str, int], raw: bytes | None, read_array: str) -> None:
-        """Write the values of some arrays of a commit to their cached files, and leave out damaged rows.
+        """Write the values of some arrays of a commit to their cached files, and exclude damaged rows.
 
         Of an array that was not asked for, and is damaged, nothing is noted: a read costs what it returns.
         """

@@ -215,7 +215,7 @@ def read_chunks(
     chunks: Sequence[int],
     indexes: dict[str, Int64Array],
 ) -> Iterator[tuple[int, bytes]]:
-    """Get some inner chunks of an array as they are stored; adjacent ones are requested together.
+    """Get some inner chunks of an array as stored; adjacent ones are requested together.
 
     `indexes` keeps where the chunks of each shard begin and end, as far as that is known.
     """

@@ -1,7 +1,7 @@
 """Episodes of several rows: their rows in a call of the recorder, and the values that all of them share."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import math

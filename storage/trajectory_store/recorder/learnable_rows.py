@@ -17,7 +17,7 @@ _TRUSTED = "reward_trusted"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnableRows:
-    """What `learnable_rows` selects.
+    """The selection of `learnable_rows`.
 
     Attributes:
         row_ids: int64 [n], in the order of arrival, or in that of the ids that were passed.
@@ -33,11 +33,11 @@ class LearnableRows:
 def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_damaged: bool = False) -> LearnableRows:
     """Select the rows that may be learned from.
 
-    Every row is compared with its checksums first. Then these are excluded: rows of evaluations, rows of files that
-    their tool wrote again (`superseded`), rows that waited for their group in vain, all but the newest row of a
+    First, every row is compared with its checksums. Then these are excluded: rows of evaluations, rows of files that
+    their tool wrote again (`superseded`), rows whose group was never completed, all but the newest row of a
     trajectory, and rows without a reward or with one that is not trusted. An episode of several rows has the reward of
     its last row, and counts only with all of its rows. Which row of a trajectory is the newest is decided in the whole
-    store, whatever `row_ids` are: a filter never makes an older row count again.
+    store, regardless of `row_ids`: a filter never makes an older row count again.
 
     Args:
         store: the store.
@@ -101,7 +101,7 @@ def _are_scored(store: TrajectoryStore, row_ids: Ints) -> npt.NDArray[np.bool_]:
 
 
 def numbered(store: TrajectoryStore, column: str, row_ids: Ints) -> Ints:
-    """Return a column of ids; each row without one (below 0) gets a number of its own above the others."""
+    """Return a column of ids; each row without one (below 0) gets a separate number above the others."""
     if column not in store.schema:
         return np.arange(len(row_ids))
     values = np.array(store.read_scalars(column, row_ids), np.int64)

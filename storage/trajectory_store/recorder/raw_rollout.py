@@ -1,7 +1,7 @@
 """One completion of another tool or trainer, checked: what a row of a store is made of."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import datetime
@@ -28,7 +28,7 @@ ROUNDING = 1e-4
 """A log-prob may lie above 0 by this much, where an engine rounds."""
 FAILURES = ("timeout", "tool_error", "grader_error", "truncated", "engine")
 CUT = "length"
-"""The reason of an end that came before the policy's own."""
+"""The reason of an end before the policy's own."""
 UNKNOWN_VERSION = -1
 """The version of a policy that nobody named."""
 _LAST_SECOND = 253_402_300_799
@@ -51,7 +51,7 @@ class RawRollout:
     completion_mask: Sequence[bool] | None = None
     """Which completion tokens the policy sampled; None for all of them."""
     mask_known: bool = True
-    """False where the completion holds words of an environment and the file does not tell which: it stays out of the
+    """False where the completion holds words of an environment and the file does not mark which: it stays out of the
     loss, and its reward counts for its group."""
     log_probs: Sequence[float | None] | None = None
     """Behaviour log-probs, one per completion token; None where unknown."""
@@ -65,17 +65,17 @@ class RawRollout:
     by_prompt: bool = False
     """The group is not named by an id: it is the rows of one prompt, as far as the file shows."""
     across_files: bool = False
-    """Members of the group may stand in other files, too."""
+    """Members of the group may be in other files, too."""
     identity: Hashable | None = None
     """The same in every file that the tool wrote this completion to."""
     one_turn: bool = True
-    """False where the completion is text that may hold words of an environment, as far as the file tells."""
+    """False where the completion is text that may hold words of an environment, as far as the file shows."""
     evaluation: bool = False
     policy_version: int = UNKNOWN_VERSION
     temperature: float = math.nan
-    """Of sampling; NaN where the tool does not say."""
+    """Of sampling; NaN where the tool does not report it."""
     log_prob_mode: str = ""
-    """`processed` or `raw`; empty where the tool does not say."""
+    """`processed` or `raw`; empty where the tool does not report it."""
     finish_reason: str = ""
     failure: str = ""
     """One of `FAILURES`: its reward is not trusted and not learned from."""
@@ -104,7 +104,7 @@ def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Return what one chat message says; the text parts of a content that is a list of parts."""
+    """Return the text of one chat message; the text parts of a content that is a list of parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
@@ -135,7 +135,7 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
-    """Refuse messages that say more than their text, or of the completion another role's: what would be lost."""
+    """Reject messages with more content than their text, or in the completion of another role: it would be lost."""
     roles = ", ".join(str(message.get("role")) for message in messages)
     if sampled and roles != "assistant":
         raise BatchError(
@@ -268,7 +268,7 @@ def as_failure(value: Any, name: str) -> str:
 
 
 def _is_given_failure(value: Any) -> bool:
-    """Return False for what stands where nothing is: null, NaN, false, zero, and their spellings in text."""
+    """Return False for a placeholder of a missing value: null, NaN, false, zero, and their spellings in text."""
     if isinstance(value, str):
         return value.strip().lower() not in ("", "none", "null", "nan", "false", "0", "no", "ok")
     return bool(value) and value == value
@@ -295,7 +295,7 @@ _FAILED = (
 )
 """Flags of a failure."""
 _CUT = ("truncated", "is_truncated", "overlong", "is_overlong")
-"""Flags of an end that came too early."""
+"""Flags of an end that was too early."""
 _STATUS = ("status", "state")
 _STATES = frozenset((
     *("failed", "failure", "error", "errored", "crashed", "timeout", "timed_out", "aborted"),
@@ -365,7 +365,7 @@ def _exception_of(error: Any) -> str | None:
 
 
 def ended(reason: str, failure: str) -> tuple[str, str]:
-    """Return why a completion ended and its failure, of what a tool says: an end that is a failure is one.
+    """Return why a completion ended and its failure, from what a tool reports: an end that is a failure is one.
 
     >>> ended("max_tokens", ""), ended("abort", ""), ended("stop", "")
     (('length', ''), ('abort', 'engine'), ('stop', ''))
@@ -448,9 +448,9 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
 def values_of(
     fields: Mapping[str, Any], names: Mapping[str, str] | None = None, *, for_display: bool = False
 ) -> dict[str, Any]:
-    """Return what is given of a record, checked; what stands beside other tokens than the policy's means nothing.
+    """Return the given values of a record, checked; values at tokens that the policy did not sample are ignored.
 
-    With `for_display`, messages may say more than the text that they are encoded by.
+    With `for_display`, messages may contain more than the text that they are encoded by.
     """
     raw = {target: value for target, value in fields.items() if value is not None}
     names = names or {}

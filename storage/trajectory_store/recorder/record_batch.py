@@ -1,7 +1,7 @@
 """The columns of what a recorder is given, for all rows at once; one by one where something has to be encoded."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import math
@@ -239,7 +239,7 @@ def _scores(rows: Sequence[Any], lengths: Int64s) -> npt.NDArray[np.float64] | N
     for row in filled:
         try:
             items.fromlist(row)
-        except TypeError:  # and nothing of the row was taken
+        except TypeError:  # and no part of the row was taken
             try:
                 items.fromlist([math.nan if item is None else item for item in row])
             except TypeError:

@@ -1,7 +1,7 @@
 """The rows and groups of a store by their names, those of earlier recorders and other processes too."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import hashlib

@@ -1,7 +1,7 @@
 """The row of a store that a record becomes, with its text encoded."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import itertools
@@ -36,7 +36,7 @@ class Encoder:
         self._last: tuple[Any, tuple[list[int], bool]] | None = None
 
     def row(self, record: RawRollout, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a record, apart from its ids; `meta` says what was encoded, and `source`."""
+        """Return the columns of a record, apart from its ids; `meta` records what was encoded, and `source`."""
         encoded: dict[str, Any] = {}
         prompt_ids, completion_ids = record.prompt_ids, record.completion_ids
         prompt, completion = text_of(record.prompt), record.completion

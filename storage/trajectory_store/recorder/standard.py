@@ -114,7 +114,7 @@ MACHINERY: frozenset[str] = INTERNAL | {
     *("return", "kl_coef", "num_prompt_tokens", "done", "degenerate", "created_at", "trajectory_id", "priority"),
     *("parent_id", "branch"),
 }
-"""Columns that say nothing of what was sampled: a listing prints them on request."""
+"""Columns without information about what was sampled: a listing prints them on request."""
 
 
 def standard_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False) -> Schema:
@@ -128,7 +128,7 @@ def standard_schema(extra: Iterable[Column] = (), *, token_rewards: bool = False
         token_rewards: store a reward per token, for environments that reward single tokens or turns.
 
     Returns:
-        The schema. All columns but `input_ids` may be left out of a batch.
+        The schema. All columns but `input_ids` may be omitted from a batch.
 
     >>> "ref_log_probs" in standard_schema(), "top_k" in standard_schema([Column("top_k", "int32", ragged=True)])
     (True, True)

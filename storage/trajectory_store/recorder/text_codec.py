@@ -1,7 +1,7 @@
 """From prompts to token ids and from token ids to text, by a tokenizer of transformers."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import json
@@ -93,7 +93,7 @@ def _template_errors() -> tuple[type[Exception], ...]:
 
 
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Return the token ids of a text, as they are.
+    """Return the token ids of a text without special tokens added.
 
     Raises:
         BatchError: the tokenizer knows no token for a character.

@@ -1,7 +1,7 @@
 """Recording what another trainer samples, while it trains: TRL's trainers, or any loop with token ids and rewards."""
 
 # pyright: standard
-# Foreign data, whose types are told apart at run time.
+# Foreign data, whose types are checked at run time.
 from __future__ import annotations
 
 import contextlib
@@ -137,8 +137,8 @@ class TrajectoryRecorder:
     def resume(self, step: int) -> None:
         """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
 
-        What is recorded next then gets the ids of what an earlier recorder recorded at those steps, if it is of the
-        same prompts, and takes its place when the store is learned from, as of rows with one trajectory id the newest
+        Later rows get the ids of the rows that an earlier recorder recorded at those steps, if the prompts are the
+        same, and replace them when the store is learned from: of rows with one trajectory id, only the newest
         counts. `attach` and `callback` call this where a TRL trainer resumes.
         """
         self._resumed_at = step
@@ -182,22 +182,22 @@ class TrajectoryRecorder:
     ) -> np.ndarray:
         """Write completions in one commit, the members of a group in turn unless `groups` names them.
 
-        What is not given is unknown, and stays so: nothing takes its place.
+        Values that are not given are recorded as unknown.
 
         Args:
             completions: text or chat messages, `n` of them; empty text where only token ids are known.
             rewards: None or NaN where a completion could not be graded; None for all: they come later, see
                 `give_rewards`.
-            prompts: text or chat messages; may be left out with `prompt_ids`.
+            prompts: text or chat messages; may be omitted with `prompt_ids`.
             prompt_ids: token ids; encoded from `prompts` if None.
-            completion_ids: token ids as they were sampled; encoded from `completions` if None.
+            completion_ids: token ids as sampled; encoded from `completions` if None.
             completion_masks: which completion tokens the policy produced; None for all.
             log_probs: per completion token, of the policy that sampled, at its temperature; None where unknown.
             ref_log_probs: the same of a reference policy.
             advantages: one per completion.
             answers: reference answers, which `rlhf-pipeline inspect` grades by.
-            finish_reasons: `stop`, `length`, or the engine's word.
-            metas: more about each, JSON-ready.
+            finish_reasons: `stop`, `length`, or the engine's own reason.
+            metas: further JSON values of each.
             policy_version: the number of optimizer steps behind the weights, of all or of each; None is unknown.
             token_versions: per completion token, the version that sampled it: of engines whose weights were replaced
                 meanwhile. A trajectory is as old as its oldest token.
@@ -206,11 +206,11 @@ class TrajectoryRecorder:
             log_prob_mode: `processed`, at the temperature, or `raw`, at 1.
             support_log_mass: per completion token, of sampling with top-p, top-k or min-p: the log of the probability
                 that the tokens which could be drawn have together; `log_probs` are those of the whole distribution.
-            failures: of each the kind of its failure (`timeout`, `tool_error`, `grader_error`, `truncated`, `engine`,
-                or a tool's own word), empty for none. What failed has no reward to learn from.
+            failures: per completion, the kind of its failure (`timeout`, `tool_error`, `grader_error`, `truncated`,
+                `engine`, or a tool's own name for it), empty for none. A failed completion has no reward to learn from.
             reward_trusted: False is a failure of the grader.
             evaluation: samples of an evaluation, which are never learned from.
-            engine: that sampled, of all or of each.
+            engine: the name of the engine that sampled, of all or of each.
             turn_spans: of conversations, the place of each turn's first token in the row, and 1 for a turn of the
                 policy or 0 for a reply.
             turn_rewards: one per turn of the policy.
@@ -225,15 +225,15 @@ class TrajectoryRecorder:
             names: the name of each, unique, by which its reward may come later.
             run_id: in which names are looked up; None is the recorder's.
             one_prompt: reject a second prompt in a named group; False where the episodes of a group begin differently.
-            group_size: members of each group of this call, which begins with a new one; None goes on as the recorder
+            group_size: members of each group of this call, which begins with a new one; None continues as the recorder
                 was made.
-            source: what `meta` says of where the rows come from.
+            source: what `meta` records about the origin of the rows.
 
         Returns:
             `[n]` int64: the ids that the store gave; empty where an error was logged.
 
         Raises:
-            BatchError: the lengths do not fit, a value is none, or the store is closed.
+            BatchError: the lengths do not match, a value is invalid, or the store is closed.
             SchemaError: token ids are missing and there is no tokenizer, or a further column was not declared.
             StoreError: the store cannot be written.
         """
@@ -292,7 +292,7 @@ class TrajectoryRecorder:
     def _next_offset(self, num: int, group_size: int | None) -> int:
         """Return the place of a call's first row, and keep it.
 
-        Also where the call fails: the other processes go on, and a group may have members in several of them.
+        Also where the call fails: the other processes continue, and a group may have members in several of them.
         """
         if group_size is not None:
             self._offset = -(-self._offset // _size(group_size)) * group_size
@@ -395,14 +395,14 @@ class TrajectoryRecorder:
         failures: Mapping[str | int, str] | None = None,
         run_id: str | None = None,
     ) -> None:
-        """Give completions their rewards, which were recorded without one.
+        """Set the rewards of completions that were recorded without one.
 
         A completion without a reward is never learned from. The rewards of a call are one atomic commit, durable on
         return, and may be given by another process than recorded the completions, and again: the last one counts.
 
         Args:
             rewards: by the name that `record` was given, or the id that it returned; None where it could not be graded.
-            failures: the kind of the failure of those that failed, see `record`; their rewards are kept out of reach.
+            failures: the kind of the failure of those that failed, see `record`; their rewards are not used.
             run_id: in which names are looked up; None is the recorder's.
 
         Raises:
@@ -488,11 +488,11 @@ class TrajectoryRecorder:
     def reward_funcs(
         self, functions: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None = None
     ) -> list[RewardFunction]:
-        """Return reward functions that do what the given ones do, and record once the last has answered.
+        """Return reward functions that call the given ones, and record when the last one has returned.
 
         They are called as TRL calls them: `f(prompts=, completions=, completion_ids=, **columns)`, where columns
         may hold `trainer_state`, whose `global_step` becomes the policy version. A column called answer, ground_truth,
-        solution or target is stored as the reference answer. Evaluation is recorded too, as TRL does not say which is
+        solution or target is stored as the reference answer. Evaluation is recorded too, as TRL does not mark which is
         which; give the evaluating trainer the plain functions, or use `attach`.
 
         Args:
@@ -569,7 +569,7 @@ class TrajectoryRecorder:
         Args:
             trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.
             compute_log_probs: where the trainer has no sampling log-probs (without vLLM), compute them when the
-                completions are fresh, at the trainer's temperature: one forward pass more per generation.
+                completions are new, at the trainer's temperature: one more forward pass per generation.
             record_eval: also record what evaluation samples.
 
         Raises:
@@ -586,12 +586,12 @@ class TrajectoryRecorder:
         return flush_callback(self)
 
     def flush(self) -> None:
-        """Sync everything recorded to the disk."""
+        """Sync all recorded rows to the disk."""
         if not self.store.closed:
             self.store.flush()
 
     def close(self) -> None:
-        """Close the store; what was recorded stays."""
+        """Close the store; recorded rows remain."""
         if not self.store.closed:
             self.store.close()
             self._locks.close()

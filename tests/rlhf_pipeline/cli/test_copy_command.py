@@ -37,6 +37,6 @@ def test_there_and_back(cli: Cli, run_dir: Path):
 def test_a_part(cli: Cli, run_dir: Path, backend: str):
     """A filter says how many it left out."""
     shown = cli("copy", run_dir, "--to", "some", "--backend", backend, "--filter", "group<2")
-    assert shown.out.startswith(f"some: 8 trajectories, 40 left out, {backend}, ")
+    assert shown.out.startswith(f"some: 8 trajectories, 40 excluded, {backend}, ")
     with TrajectoryStore.open("some") as store:
         assert store.read_scalars("group_id").tolist() == [0] * 4 + [1] * 4

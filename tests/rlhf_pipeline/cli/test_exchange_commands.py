@@ -62,7 +62,7 @@ def test_export_of_a_run(cli: Cli, run_dir: Path, tmp_path: Path):
         "export", run_dir, "--to", tmp_path / "x.jsonl", "--filter", "reward>=0.5", "--columns", "prompt", "meta"
     )
     assert shown.code == 0
-    assert "19 left out, 2 columns" in shown.out
+    assert "19 excluded, 2 columns" in shown.out
     first = json.loads((tmp_path / "x.jsonl").read_text().splitlines()[0])
     assert list(first) == ["prompt", "meta"]
 

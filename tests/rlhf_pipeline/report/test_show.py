@@ -102,7 +102,7 @@ def test_full_shows_which_weights_sampled_each_token():
 def test_full_leaves_out_what_is_too_long():
     """With a limit the completion's start is kept and what is left out is counted."""
     lines = list(full(one(), max_tokens=2))
-    assert "2 tokens left out; --full shows all" in lines[-1]
+    assert "2 tokens omitted; --full shows all" in lines[-1]
     long = one(ids=list(range(100)), pieces=["x"] * 100, mask=[0] * 90 + [1] * 10, log_probs=[-1.0] * 100)
     cut = list(full({**long, "num_tokens": 100, "prompt_tokens": 90}, max_tokens=64))
     assert [line.split()[0] for line in cut[-15:-1]] == [str(place) for place in range(86, 100)]
@@ -249,7 +249,7 @@ def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.Capt
     with TrajectoryStore.create(run_dir / "store", schema, max_trajectories=12) as store:
         store.append(rows)
     assert main(["show", str(run_dir), "--step", "1"]) == 2
-    assert "none of the 8 trajectories of step 1 is in the store" in capsys.readouterr().err
+    assert "none of the 8 trajectories of step 1 is still in the store" in capsys.readouterr().err
     assert main(["show", str(run_dir), "--step", "9"]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[1:5]] == ["36", "37", "38", "39"]
@@ -262,5 +262,5 @@ def test_before_and_after(run_dir: Path, tmp_path: Path):
     assert [line.split()[0] for line in lines] == ["before", "after", "(of"]
     assert lines[0].index("->") == lines[1].index("->")
     assert "reward 1.00" in lines[1]
-    assert lines[2:] == ["  (of two prompts: none that came early came again at the end)"]
+    assert lines[2:] == ["  (of two prompts: no early prompt occurs again at the end)"]
     assert before_and_after(RunFolder.open(write_run(tmp_path / "short", num_rollouts=1))) == []

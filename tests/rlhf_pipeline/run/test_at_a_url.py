@@ -64,11 +64,11 @@ def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path, s
     """Its steps come out again bit for bit: from a checkpoint, into a folder, and into another URL."""
     said("run", *PIPELINE, "--steps", "6", "--out", url)
     assert "-> 1 " in said("compact", url)
-    assert "is whole" in said("verify", url)
+    assert "is intact" in said("verify", url)
     assert "4 steps equal to the record, bit for bit" in said("replay", url, "--from-step", "3")
     for out in (str(tmp_path / "again"), f"{url}-again"):
         assert "equal, byte for byte" in said("replay", url, "--out", out)
-        assert "is whole" in said("verify", out)
+        assert "is intact" in said("verify", out)
     assert "continuing after step 6" in said("replay", "--resume", "--out", f"{url}-again", "--steps", "6")
 
 
@@ -81,7 +81,7 @@ def test_a_run_that_was_killed_continues(url: str, children: Children, said: Com
     first.kill()
     steps = len(RunFolder(url).metrics)
     assert "continuing after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))
-    assert "is whole" in said("verify", url)
+    assert "is intact" in said("verify", url)
 
 
 def test_two_learners_learn_like_one(url: str, tmp_path: Path, children: Children, said: Command):
@@ -98,7 +98,7 @@ def test_two_learners_learn_like_one(url: str, tmp_path: Path, children: Childre
     done = RunFolder(run.address)
     assert_same_curve(done, RunFolder(straight), 1e-5)
     assert {row["processes"] for row in done.metrics} == {2}
-    assert "is whole" in said("verify", url)
+    assert "is intact" in said("verify", url)
 
 
 def pid_of(member: str) -> str | None:

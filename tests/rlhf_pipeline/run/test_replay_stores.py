@@ -231,7 +231,7 @@ def test_log_probs_of_an_unknown_temperature_are_asked_about(tmp_path):
         import_files([tmp_path / f"{name}.jsonl"], tmp_path / name)
     for name in ("none", "half"):
         run(offline(tmp_path / name, steps=1), run_dir=tmp_path / f"{name}-run")
-    with pytest.raises(DefinitionError, match=r"unknown holds log-probs.*--set collect\.temperature=1$"):
+    with pytest.raises(DefinitionError, match=r"unknown has log-probs.*--set collect\.temperature=1$"):
         run(offline(tmp_path / "unknown", steps=1), run_dir=tmp_path / "asked")
     assert not (tmp_path / "asked").exists()
     run(offline(tmp_path / "unknown", steps=1, collect__temperature="0.7"), run_dir=tmp_path / "said")
@@ -410,7 +410,7 @@ def test_a_damaged_trajectory_is_not_learned_from_and_is_left_out_on_request(tmp
         assert "--skip-damaged" in said
         assert main([*words, named[command], "--skip-damaged"]) == 0
         said = capsys.readouterr().out
-        assert ("4 are damaged and were skipped" if command == "replay" else "8 trajectories, 4 left out") in said
+        assert ("4 are damaged and were skipped" if command == "replay" else "8 trajectories, 4 excluded") in said
     assert gathered_counts(RunFolder(tmp_path / "run"))["trajectories"] == 8
     with TrajectoryStore.open("copied") as copied, TrajectoryStore.open("whole") as whole:
         kept = whole.ids()[[0, 1, 2, 3, 8, 9, 10, 11]]

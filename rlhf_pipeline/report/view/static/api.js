@@ -11,7 +11,7 @@ export async function get(path) {
   return found;
 }
 
-// Whether a page is there: a report has a choice of a run, and links to nothing else.
+// Whether a page is there: a report has a selection of a run, and links to nothing else.
 export const there = (run, what, id) => !isReport || answers[`runs/${run}/${what}/${id}`] !== undefined;
 export const recordedVersions = run => new Set(answers?.[`runs/${run}/trajectories`]?.rows.map(row => row.version));
 
@@ -22,8 +22,8 @@ function fromReport(path) {
   if (what === "lists" && found?.rows && query.get("cause")) return listed(found, query.get("cause"));
   if (what === "steps" && found) return { ...found, metrics: figuresOf(place, found.step) };
   if (found !== undefined) return found;
-  throw new Error(`This report has a choice of the run; ${what?.replace(/s$/, "")} ${id ?? ""} is not among it. ` +
-    "rlhf-pipeline view RUN shows all.");
+  throw new Error(`This report contains a selection of the run, without ${what?.replace(/s$/, "")} ${id ?? ""}. ` +
+    "To see all: rlhf-pipeline view RUN");
 }
 
 function figuresOf(place, step) {
@@ -50,14 +50,14 @@ function valueOf(name, rows) {
   const column = SHORT[name] ?? name;
   if (TEXTS[column]) return TEXTS[column];
   if (rows.length && !(column in rows[0].values)) {
-    throw new Error(`There is no column ${name} in this report. It has ${Object.keys(rows[0].values).join(", ")}.`);
+    throw new Error(`This report has no column ${name}. Its columns: ${Object.keys(rows[0].values).join(", ")}.`);
   }
   return row => row.values[column];
 }
 
 function condition(text, rows) {
   const [, name, sign, said] = text.match(/^\s*([A-Za-z][\w./-]*)\s*(>=|<=|==|!=|>|<|=|~)\s*([^]+?)\s*$/) ?? [];
-  if (!sign) throw new Error(`The filter ${text} cannot be read. Write a column, an operator and a value: reward>=0.5`);
+  if (!sign) throw new Error(`The filter ${text} is not valid. Give a column, an operator and a value: reward>=0.5`);
   const value = valueOf(name, rows), wanted = unquoted(said), range = said.match(/^(-?[\d.eE+-]*?)\.\.(-?[\d.eE+-]*)$/);
   const is = test => sign === "!=" ? row => !test(row) : test;
   if (sign === "~") return row => String(value(row) ?? "").toLowerCase().includes(wanted.toLowerCase());

@@ -35,7 +35,7 @@ function shell() {
         html`<a href=${to ?? `#/${at.run}/${page}`} aria-current=${main === page ? "page" : nothing}>${name}</a>`)}</nav>
       ${state.runs.length > 1 ? html`<label class="pick">run <select @change=${e => { location.hash = `/${e.target.value}/trajectories`; }}>
         ${state.runs.map((one, i) => html`<option value=${i} ?selected=${i === here}>${visible(one.name)}</option>`)}</select></label>` : nothing}
-      <span class="live" id="live">${isReport ? html`report: a choice of ${fmt(stored)} trajectories` : html`<i class="dot"></i>${fmt(stored)} trajectories${
+      <span class="live" id="live">${isReport ? html`report: a selection of ${fmt(stored)} trajectories` : html`<i class="dot"></i>${fmt(stored)} trajectories${
         step === null || step === undefined ? "" : `, step ${fmt(step)}`}${run?.updated ? `, ${ago(run.updated)}` : ""}`}</span>
       <span class="hidden" role="status" id="said"></span>
     </header><main id="main" tabindex="-1">${body}</main>
@@ -55,7 +55,7 @@ async function show() {
     if (mine !== visit) found.leave?.(); else live = found;
   } catch (error) {
     if (mine !== visit) return;
-    at = next; body = html`<div class="card" role="alert"><h1>That did not work</h1><p>${error.message}</p><p><a href="#/runs">All runs</a></p></div>`;
+    at = next; body = html`<div class="card" role="alert"><h1>Error</h1><p>${error.message}</p><p><a href="#/runs">All runs</a></p></div>`;
     render(shell(), root); root.dataset.at = next.place;
   }
   document.title = [at.id, at.page, state.runs[parseInt(at.run)]?.name].filter(Boolean).join(" · ");
@@ -78,7 +78,7 @@ async function poll() {
     }
     if (mine === visit) await live.refresh?.();
     render(shell(), root);
-  } catch { document.getElementById("live").textContent = "the server has ended"; }
+  } catch { document.getElementById("live").textContent = "the server has stopped"; }
 }
 
 function onKey(event) {

@@ -7,12 +7,12 @@ import { title } from "view/titles.js";
 import { finish, link, rowsTable } from "view/trajectories.js";
 
 const UNKNOWN = "the ledger does not record which trajectories had a gradient";
-const LEFT_OUT = { failed: "without a reward", waiting: "without their whole group", too_old: "too old", lost_weights: "of weights that the run has lost" };
+const LEFT_OUT = { failed: "without a reward", waiting: "of incomplete groups", too_old: "too old", lost_weights: "of weights that no longer exist" };
 
 // What the ledger says of a group: nothing is derived from rewards here.
 const learned = (group, run) => group.uses.length ? group.uses.map(use => html`<span>${link(run, "steps", use.step, `step ${use.step}`)}: ${
   use.taught === null ? UNKNOWN : use.taught ? html`learned from <b>${fmt(use.taught)}</b> of ${fmt(use.taught + use.without_gradient)}`
-    : html`<span class="chip warn">nothing learned: no member has a gradient</span>`}</span>`) : html`<span>in no step</span>`;
+    : html`<span class="chip warn">not learned from: no member has a gradient</span>`}</span>`) : html`<span>in no step</span>`;
 
 export const rewardsOf = row => Object.entries(row.values ?? {}).filter(([, value]) => value !== null).map(([name, value]) =>
   html`<span>${name.replace("reward_", "")} <b>${fmt(value, 2)}</b></span>`);
@@ -72,11 +72,11 @@ export async function stepPage(at, state, draw) {
   draw(html`<h1>Step ${fmt(id)}</h1>
     <div class="bar"><span class="facts"><span>took <b>${count(step.num, "trajectory")}</b> of <b>${count(step.num_groups, "group")}</b></span>
       ${step.num_taught === null ? html`<span>${UNKNOWN}</span>` : step.num_taught === step.num ? html`<span>learned from all</span>` : step.num_taught ? html`<span>learned from <b>${fmt(step.num_taught)}</b>; <b>${fmt(step.num - step.num_taught)}</b> have no gradient</span>`
-        : html`<span class="chip warn">nothing learned: no trajectory has a gradient</span>`}
+        : html`<span class="chip warn">not learned from: no trajectory has a gradient</span>`}
       ${step.num_gone ? html`<span>${fmt(step.num_gone)} evicted since</span>` : nothing}
-      ${Object.entries(step.left_out).map(([why, num]) => html`<span>left out: <b>${fmt(num)}</b> ${LEFT_OUT[why] ?? why.replaceAll("_", " ")}</span>`)}</span><span class="push"></span>
+      ${Object.entries(step.left_out).map(([why, num]) => html`<span>excluded: <b>${fmt(num)}</b> ${LEFT_OUT[why] ?? why.replaceAll("_", " ")}</span>`)}</span><span class="push"></span>
       ${step.prev ? html`<a class="b previous" href="#/${at.run}/step/${step.prev}">‹ ${step.prev}</a>` : nothing}${step.next ? html`<a class="b next" href="#/${at.run}/step/${step.next}">${step.next} ›</a>` : nothing}</div>
-    ${step.checkpoint ? html`<p class="facts"><span>${step.checkpoint.step === id ? "its weights" : `the nearest weights that are kept, of step ${fmt(step.checkpoint.step)}`}: <code>${visible(step.checkpoint.path)}</code></span></p>` : nothing}
+    ${step.checkpoint ? html`<p class="facts"><span>${step.checkpoint.step === id ? "weights" : `nearest saved weights, of step ${fmt(step.checkpoint.step)}`}: <code>${visible(step.checkpoint.path)}</code></span></p>` : nothing}
     <details ?open=${innerWidth > 860}><summary><h2>Figures</h2></summary><div class="figures">${Object.entries(step.metrics).filter(([name]) => !["time", "step"].includes(name)).map(([name, value]) =>
       html`<div class="card" title=${units?.[name]?.[1] ?? ""}><div class="soft">${title(name)}</div><b class="num">${fmt(value)}</b> <span class="soft">${units?.[name]?.[0] ?? ""}</span></div>`)}</div></details>
     ${step.groups.length ? html`<h2>Groups</h2><p class="soft">Each cell is a trajectory with its reward, from ${fmt(scale[0], 2)} (empty) to ${fmt(scale[1], 2)} (full); dashed: no gradient; striped: no reward.</p>
@@ -87,8 +87,8 @@ export async function stepPage(at, state, draw) {
       <td data-l="learned from">${one.num_taught === null ? "?" : `${fmt(one.num_taught)} of ${fmt(one.num)}`}</td>
       <td class="text"><div dir="auto">${visible(one.prompt)}</div></td></tr>`)}</tbody></table></div>
     ${offset || end < step.num_groups_here ? html`<div class="bar">${offset ? html`<a class="b" href="#/${at.run}/step/${id}?offset=${Math.max(0, offset - 100)}">‹ before</a>` : nothing}<span class="num">groups ${fmt(offset + 1)}–${fmt(end)} of ${fmt(step.num_groups_here)}</span>
-      ${end < step.num_groups_here && !isReport ? html`<a class="b" href="#/${at.run}/step/${id}?offset=${end}">after ›</a>` : nothing}${isReport ? html`<span class="soft">the others: rlhf-pipeline view RUN</span>` : nothing}</div>` : nothing}`
-      : isReport && step.num ? html`<p class="card">The groups of this step are not in this report, which has those of ${step.near?.map(near => html`<a href="#/${at.run}/step/${near}">step ${near}</a> `)}. rlhf-pipeline view RUN shows all.</p>` : nothing}
+      ${end < step.num_groups_here && !isReport ? html`<a class="b" href="#/${at.run}/step/${id}?offset=${end}">after ›</a>` : nothing}${isReport ? html`<span class="soft">all groups: rlhf-pipeline view RUN</span>` : nothing}</div>` : nothing}`
+      : isReport && step.num ? html`<p class="card">This report does not contain the groups of this step. It contains the groups of ${step.near?.map(near => html`<a href="#/${at.run}/step/${near}">step ${near}</a> `)}. To see all groups: rlhf-pipeline view RUN</p>` : nothing}
     ${step.evaluations.map(one => evaluation(at.run, id, one))}`);
 }
 

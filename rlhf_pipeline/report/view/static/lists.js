@@ -6,7 +6,7 @@ import { link, rowsTable } from "view/trajectories.js";
 
 const LISTS = [["failed", "Failed rewards"], ["untrusted", "Untrusted rewards"], ["drift", "Drift over versions"], ["mismatch", "Sampler gap"]];
 
-const causes = (at, found) => html`<div class="card scroll" tabindex="0" role="region" aria-label="Causes"><table class="causes"><thead><tr><th>trajectories</th><th class="l">cause (numbers and quoted text left out)</th></tr></thead><tbody>${found.kinds.map(kind =>
+const causes = (at, found) => html`<div class="card scroll" tabindex="0" role="region" aria-label="Causes"><table class="causes"><thead><tr><th>trajectories</th><th class="l">cause (without numbers and quoted text)</th></tr></thead><tbody>${found.kinds.map(kind =>
   html`<tr aria-current=${kind.cause === found.cause ? "true" : nothing}><td class="num"><b>${fmt(kind.num)}</b></td><td class="text"><div><a href="#/${at.run}/lists/${found.list}?cause=${encodeURIComponent(kind.cause)}">${visible(kind.cause)}</a></div></td></tr>`)}</tbody></table></div>
   ${found.num_kinds > found.kinds.length ? html`<p class="soft">the ${fmt(found.kinds.length)} most frequent of ${fmt(found.num_kinds)} causes; the others: search for their text</p>` : nothing}`;
 

@@ -75,7 +75,7 @@ export async function runsPage(at, state, draw) {
       ${state.runs.every(run => run.definition === null) ? nothing : html`<label>open step <input class="stepper" type="number" min="1" max=${state.runs[0]?.step ?? 1} placeholder=${state.runs[0]?.step ?? ""}
         @change=${e => { const step = Math.round(Number(e.target.value)); if (step > 0 && there(at.run, "steps", step)) location.hash = `/${at.run}/step/${step}`; }}></label>`}
       <span class="soft">a click on a curve opens its step or trajectories; a drag zooms, a double click zooms out${all.some(m => m.step.length < m.num) ? `; ${fmt(Math.max(...all.map(m => m.step.length)))} of ${count(Math.max(...all.map(m => m.num)), "step")} are drawn` : ""}</span></div>
-      ${card("task_reward", true)}` : html`<p class="soft">Its rows have no policy versions, so there are no curves. <a href="#/0/trajectories">Its trajectories</a></p>`}
+      ${card("task_reward", true)}` : html`<p class="soft">The rows have no policy versions, so there are no curves. <a href="#/0/trajectories">Trajectories</a></p>`}
     ${sections.map(([name, names], n) => names.some(one => known.has(one)) ? html`<details ?open=${n <= SECTIONS.length}><summary><h2>${name}</h2></summary>
       <div class="grid">${names.map(one => card(one, false))}${constants(names)}</div></details>` : nothing)}`);
   let plots = [];

@@ -82,12 +82,12 @@ export async function trajectoriesPage(at, state, draw) {
   });
   const chip = (name, filters, num) => html`<a class="chip" href=${to({ where: filters })} aria-current=${JSON.stringify(filters) === JSON.stringify(where) ? "true" : nothing}>${name}${
     num === null ? "" : html` <b>${fmt(num)}</b>`}</a>`;
-  const looked = () => found.complete ? nothing : html` · ${stopped ? "stopped: " : ""}looked at the newest ${fmt(found.total - found.scanned_to)} of ${fmt(found.total)}${
-    stopped ? html` · <button class="link" @click=${() => { stopped = false; search(); }}>go on</button>` : html` · <button class="link" @click=${stop}>stop (Esc)</button>`}`;
+  const looked = () => found.complete ? nothing : html` · ${stopped ? "stopped: " : ""}searched the newest ${fmt(found.total - found.scanned_to)} of ${fmt(found.total)}${
+    stopped ? html` · <button class="link" @click=${() => { stopped = false; search(); }}>continue</button>` : html` · <button class="link" @click=${stop}>stop (Esc)</button>`}`;
   const said = () => found === null ? (problem ? "" : "searching…") : html`${found.complete ? "" : "at least "}${fmt(found.matched)} of ${fmt(found.total)}${
     isReport ? html` in this report; the run has ${fmt(found.of)}` : looked()}`;
   const none = () => found.complete || stopped ? html`<p class="card">None of ${isReport ? `the ${count(found.total, "trajectory")} in this report (the run has ${fmt(found.of)}; rlhf-pipeline view RUN shows all)`
-    : `${fmt(found.complete ? found.total : found.total - found.scanned_to)} trajectories`}. <a href="#/${at.run}/trajectories">Show all</a></p>` : html`<p class="card">Nothing yet; searching on…</p>`;
+    : `${fmt(found.complete ? found.total : found.total - found.scanned_to)} trajectories`}. <a href="#/${at.run}/trajectories">Show all</a></p>` : html`<p class="card">No match yet; still searching…</p>`;
   const columns = () => html`<details class="menu"><summary class="b">columns</summary><fieldset class="card"><legend class="hidden">Columns of the table</legend>${fields.map(field =>
     html`<label><input type="checkbox" .checked=${shown.includes(field)} @change=${event => {
       const names = fields.filter(one => one === field ? event.target.checked : shown.includes(one)).map(one => one.name);
@@ -96,10 +96,10 @@ export async function trajectoriesPage(at, state, draw) {
     [...fields.map(field => field.name), "prompt", "completion"].map(name => html`<option>${name}</option>`)}</select>
     <select name="sign" aria-label="Comparison">${["==", "!=", ">=", "<=", ">", "<", "~"].map(sign => html`<option>${sign}</option>`)}</select>
     <input name="value" placeholder="value" aria-label="Value" autocomplete="off"><button class="b">Add</button>
-    <p class="soft">null: has no value; 0.2..0.8: a range; ~: has this text; text with commas in quotes</p></form></details>`;
+    <p class="soft">null: no value; 0.2..0.8: a range; ~: contains this text; put text with commas in quotes</p></form></details>`;
   const more = kind => `/export/${at.run}.${kind}?${new URLSearchParams([...question()].filter(([key]) => ["text", "in", "where", "prompt_of"].includes(key)))}`;
   const exports = () => isReport || !found?.matched ? nothing : html`<details class="menu"><summary class="b">export</summary><div class="card"><a href=${more("jsonl")} download>JSONL</a>
-    <a href=${more("parquet")} download>Parquet</a><p class="soft">what is filtered, whole: every column, every token</p></div></details>`;
+    <a href=${more("parquet")} download>Parquet</a><p class="soft">all matching rows with all columns and tokens</p></div></details>`;
   const paint = () => {
     if (!alive) return;
     const older = found && offset + found.rows.length < found.matched;

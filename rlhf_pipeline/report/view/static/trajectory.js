@@ -66,7 +66,7 @@ export async function trajectoryPage(at, state, draw) {
     ${parts.length || turned.length ? html`<p class="facts">${parts.flatMap(([name, of]) => Object.entries(of).map(([part, value]) => html`<span>${visible(`${name}: ${part}`)} <b>${fmt(value, 2)}</b></span>`))}
       ${turned.map(([name, values]) => html`<span>${name === "turn_rewards" ? "reward by turn" : `${visible(name.replace("turn_reward_", ""))} by turn`} <b>${values.map(value => fmt(value, 2)).join(", ")}</b></span>`)}</p>` : nothing}
     ${t.mask_known ? nothing : html`<p class="card" role="note">Which tokens after the prompt the policy sampled is unknown: no mask was stored.</p>`}
-    ${t.error ? html`<p class="card bad" role="alert">It failed: ${visible(t.error)}</p>` : nothing}
+    ${t.error ? html`<p class="card bad" role="alert">This trajectory failed: ${visible(t.error)}</p>` : nothing}
     <div class="bar">${usable.length ? html`<label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>` : nothing}
       <label class="check"><input type="checkbox" .checked=${shown} @change=${event => { shown = event.target.checked; history.replaceState(null, "", address({})); paint(); }}> Markdown and maths</label>
       <span class="push"></span>${[["prev", "‹ previous", "previous"], ["next", "next ›", "next"]].map(([key, name, kind]) => t[key] ? html`<a class="b ${kind}" href="#/${at.run}/t/${t[key]}?color=${by}">${name}</a>` : nothing)}</div>
@@ -80,7 +80,7 @@ export async function trajectoryPage(at, state, draw) {
       ${t.ids.length && !(shown && t.messages) ? html`<details class="card gap" ?open=${shown}><summary>Texts as stored</summary><h2>Prompt</h2>${body(t.prompt)}<h2>Completion</h2>${withTools(t.completion, body)}</details>` : nothing}
       ${noted.path ? html`<details class="card gap" ?open=${note.text || note.labels.length}><summary>Note${note.labels.map(label => html` <span class="chip">${visible(label)}</span>`)}</summary><form class="note" @submit=${save}>
         <label>labels, separated by commas <input name="labels" .value=${note.labels.join(", ")} autocomplete="off"></label><label>note <textarea name="text" rows="3" .value=${note.text}></textarea></label>
-        <button class="b">Save</button> <span role="status">${visible(saved)}</span><p class="soft">kept in ${visible(noted.path)}</p></form></details>` : nothing}
+        <button class="b">Save</button> <span role="status">${visible(saved)}</span><p class="soft">stored in ${visible(noted.path)}</p></form></details>` : nothing}
     </div>${t.ids.length ? html`<aside class="card side" aria-label="The chosen token"><details open><summary><h2>Token <code dir="auto">${named(t.pieces[here])}</code></h2></summary>
       <div aria-live="polite"><dl>${numbers(here).map(([name, value]) => html`<dt>${name}</dt><dd>${fmt(value, 4)}</dd>`)}</dl></div>
       ${usable.length ? html`<div class="scale" .style=${`background:linear-gradient(to ${MEASURES[by].flip ? "left" : "right"}, ${["surprise", "entropy"].includes(by) ? "transparent" : "color-mix(in srgb, var(--cool) 55%, transparent), transparent"}, color-mix(in srgb, var(--warm) 55%, transparent))`}></div>
