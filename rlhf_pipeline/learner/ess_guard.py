@@ -1,7 +1,7 @@
 """Which trajectories of a batch are still worth learning from, by their effective sample size.
 
 Importance weights let a learner use trajectories of an older policy, until a few tokens carry all of the weight. Then
-the step is mostly noise, and it is better to reduce its weight or to leave it out.
+the step is mostly noise, and it is better to reduce its weight or to exclude it.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, 
 
     With `w = exp(log_ratio)`, its logarithm clamped to +-20, `ESS = (sum w)^2 / (n * sum w^2)` over the trajectories of
     one age. From `min_ess` on they count in full; below it their weight is `ESS / min_ess`; below `skip_below` it is 0.
-    If both limits are equal, the guard only leaves out. Ages are judged separately, because fresh trajectories, whose
+    If both limits are equal, the guard only excludes. Ages are judged separately, because fresh trajectories, whose
     weights are all near 1, would hide stale ones. A single token of an age always has an ESS of 1.
 
-    A pure function; the caller logs `message`, multiplies the loss weights, and leaves out a batch with `skip`.
+    A pure function; the caller logs `message`, multiplies the loss weights, and excludes a batch with `skip`.
 
     Args:
         log_ratio: `[B, T]`, log-prob of the learner (at the start of the step) minus that of the behaviour policy.
@@ -89,7 +89,7 @@ def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, 
     >>> [round(found.ess, 3) for found in verdict.ages]  # (1 + 16)^2 / (2 * (1 + 256))
     [1.0, 0.562]
     >>> verdict.message
-    'Age 4: the effective sample size of 1 trajectories is 0.562, they count at 0.70.'
+    'Age 4: the effective sample size of 1 trajectories is 0.562, they get the weight 0.70.'
     """
     with torch.no_grad():
         keep = mask & log_ratio.isfinite()
@@ -142,5 +142,5 @@ def guard(
     weights = plan.weights.clone()
     weights[order] *= verdict.weights
     weighed = dataclasses.replace(plan, weights=weights)
-    # Without any gradient, the optimizer leaves the weights as they are.
+    # Without any gradient, the optimizer leaves the weights unchanged.
     return weighed.without_gradient() if verdict.skip else weighed, float(verdict.weights.mean()), verdict.message

@@ -1,7 +1,7 @@
 """Whether stored conversations are the tokens that the policy saw and sampled.
 
-Text can be encoded in several ways, so a conversation whose ids were made again from text may differ from what was
-sampled although it reads the same. What a store tells of it is checked: turns against mask and log-probs, the prompt of
+Text can be encoded in several ways, so a conversation whose text was encoded again may differ from what was
+sampled although its text is equal. The stored columns are checked: turns against mask and log-probs, the prompt of
 each member against its group's, and the beginning of a continued conversation against the one that it continues.
 """
 
@@ -37,7 +37,7 @@ def turns_problem(
     >>> turns_problem(np.array([[1, 1], [2, 0]]), mask, log_probs, 1) is None
     True
     >>> turns_problem(np.array([[1, 1]]), mask, log_probs, 1)
-    'token 2 is one of a turn of the policy, and the mask says that it was not sampled'
+    'token 2 belongs to a turn of the policy, but the mask marks it as not sampled'
     """
     starts, roles = spans[:, 0], spans[:, 1]
     if starts[0] != num_prompt or (np.diff(starts) <= 0).any() or starts[-1] > len(mask):
@@ -52,7 +52,7 @@ def turns_problem(
 
 
 def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
-    """Yield the conversations that are not what was sampled, as far as a store can tell: row id and why."""
+    """Yield the conversations that are not what was sampled, as far as a store shows: row id and reason."""
     if set(_NEEDED) <= set(stored.columns):
         prompts: dict[int, tuple[bytes, int]] = {}
         for ids in stored.blocks():

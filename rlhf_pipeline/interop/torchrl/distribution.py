@@ -33,7 +33,7 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
     tensor([[-1., -2.]])
     >>> dist.log_prob(torch.tensor([[5, 7]]))
     Traceback (most recent call last):
-    rlhf_pipeline.errors.DataError: 1 of the tokens differ from those ... (column 1 of row 0: 7, not 6). ...
+    rlhf_pipeline.errors.DataError: 1 of the tokens differ from the tokens ... (column 1 of row 0: 7, not 6). ...
     """
 
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None) -> None:

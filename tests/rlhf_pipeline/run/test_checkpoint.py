@@ -105,7 +105,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun_again(tmp_path):
     assert newest_checkpoint(tmp_path) is None
     for path in saved(tmp_path, 1, 2):
         flip(path / "value")
-    with pytest.raises(DataError, match=r"no checkpoint in .* is whole: step-00000002 .*step-00000001 .*--out"):
+    with pytest.raises(DataError, match=r"no checkpoint in .* is intact: step-00000002 .*step-00000001 .*--out"):
         newest_checkpoint(tmp_path)
     for path in list_checkpoints(tmp_path):
         shutil.rmtree(path)

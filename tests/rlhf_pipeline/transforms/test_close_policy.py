@@ -162,7 +162,7 @@ def test_wrong_arguments(arguments):
 def test_a_definition_says_it():
     """The same two fields in a pipeline, with the same rule."""
     assert WritePath(min_group_size=2, group_timeout_s=60).group_timeout_s == 60
-    with pytest.raises(DefinitionError, match="go together"):
+    with pytest.raises(DefinitionError, match="must be set together"):
         WritePath(min_group_size=2)
     with pytest.raises(DefinitionError, match="at least 0"):
         WritePath(min_group_size=2, group_timeout_s=-1.0)
