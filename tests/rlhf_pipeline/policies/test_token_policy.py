@@ -310,7 +310,7 @@ def test_folders_that_are_not_models_are_refused(make_model: Make, tmp_path: Pat
     """A file, an empty folder, a config without weights, broken JSON, damaged weights, another kind of model."""
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(DataError, match=r"no config\.json.*\(it holds: nothing\)"):
+    with pytest.raises(DataError, match=r"no config\.json.*\(its files: nothing\)"):
         TokenPolicy.from_pretrained(empty)
     (empty / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(DataError, match="no weights"):
