@@ -128,6 +128,19 @@ def test_all_calls_failing_is_an_error_with_the_next_step():
         grade(lambda p, c, a, m: 1 / 0, PROMPTS, ["x", "y"])
 
 
+def test_of_several_rewards_the_one_that_failed_is_named():
+    """The first of two reward functions works, and the message names the second."""
+
+    def number_of_letters(prompt, completion, answer, meta):
+        return len(completion)
+
+    def from_a_judge(prompt, completion, answer, meta):
+        raise ConnectionError("the judge does not answer")
+
+    with pytest.raises(RewardError, match=r"all 2 calls of the reward function \S*from_a_judge failed"):
+        grade([number_of_letters, from_a_judge], PROMPTS, ["x", "y"])
+
+
 def test_a_reward_that_exits_fails_its_trajectory():
     """`sys.exit` in a reward function is a failed call like any other, not the silent end of the run."""
 

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from rlhf_pipeline import FrozenLake, Prompt, Sokoban, Turn, Warehouses
-from rlhf_pipeline.environments.games import MOVES, SOKOBAN_ALPHABET
+from rlhf_pipeline.environments.games import MOVES, SOKOBAN_ALPHABET, Warehouse, solutions
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,26 @@ def test_warehouses_are_solvable_and_held_out_by_their_map():
         assert pushes_to_the_end(game.house, game.state) == game.whole_way
         lengths.add(game.whole_way)
     assert lengths == {1, 2, 3, 4}
+
+
+def test_solutions_are_those_of_a_search_from_every_state():
+    """Of all places of player and box on free cells, exactly the solvable ones have a number of moves, the smallest."""
+    inner = [(row, column) for row in range(1, 5) for column in range(1, 5)]
+    edge = {(row, column) for row in range(6) for column in range(6)} - {*inner}
+    house = Warehouse(frozenset(edge | {(3, 2)}), target=(2, 3), size=6)
+    free = [cell for cell in inner if cell != (3, 2)]
+    searched = {(player, box): pushes_to_the_end(house, (player, box)) for player in free for box in free}
+    solvable = {state: moves for state, moves in searched.items() if moves is not None and state[0] != state[1]}
+    assert solvable[(2, 1), (2, 2)] == 1
+    assert dict(solutions(house)) == solvable
+
+
+def test_inner_walls_are_at_most_as_many_as_set():
+    """Without inner walls only the edge is wall, 20 cells of 6 x 6; with at most one, some warehouses have none."""
+    counts = {
+        most: {Warehouses(most_walls=most).prompt(at, seed=0).text.count("#") for at in range(30)} for most in (0, 1)
+    }
+    assert counts == {0: {20}, 1: {20, 21}}
 
 
 def test_a_solution_earns_two_and_a_stuck_box_nothing():

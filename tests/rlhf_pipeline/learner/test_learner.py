@@ -113,6 +113,17 @@ def test_rows_that_come_to_light_behind_others_are_learned_from(make_learner, tm
         storage.close()
 
 
+@pytest.mark.parametrize(("budget", "notices"), [(5, 0), (4, 1)])
+def test_a_trajectory_longer_than_the_token_budget_is_mentioned(make_learner, budget, notices):
+    """The longest has 5 tokens: a budget of 5 suffices, and one of 4 does not."""
+    learner = make_learner(budget)
+    learner.buffer.extend(lazy_stack([trajectory(0, [0, 1, 1, 1, 1], 1.0), trajectory(1, [0, 1], 0.0)]))
+    learner.step(1)
+    texts = [text for text in learner.take_notices() if "learn.token_budget" in text]
+    assert len(texts) == notices
+    assert all("a trajectory of 5 tokens is longer than learn.token_budget=4" in text for text in texts)
+
+
 def test_a_step_that_differs_from_its_ledger_row_is_refused(make_learner):
     """What the ledger names is all there, and the step would take others: it stops, and ledger and weights stay."""
     learner = make_learner(4096)

@@ -96,6 +96,27 @@ def test_a_restored_optimizer_continues_bit_for_bit(dtype, options):
     assert second[0].weight is second[1].weight
 
 
+def test_a_parameter_without_a_gradient_stays_without_moments():
+    """One of two layers is never used: its moments are neither saved nor expected, and 2 + 2 steps equal 4."""
+
+    def made(seed: int = 0) -> nn.Module:
+        model = model_of(torch.float32, seed)
+        model[1].unused = nn.Linear(2, 2)
+        return model
+
+    straight, first, second = made(), made(), made(seed=1)
+    train(straight, PolicyOptimizer(straight, Learn()), range(4))
+    optimizer, resumed = PolicyOptimizer(first, Learn()), PolicyOptimizer(second, Learn())
+    train(first, optimizer, range(2))
+    tensors = optimizer_tensors(optimizer)
+    assert {key.rpartition("/")[0] for key in tensors} == {"0.weight"}
+    second.load_state_dict(first.state_dict())
+    load_optimizer(resumed, tensors)
+    train(second, resumed, range(2, 4))
+    assert torch.equal(second[0].weight, straight[0].weight)
+    assert len(resumed.inner.state) == 1
+
+
 def test_a_checkpoint_before_the_first_step_has_no_moments():
     """Loading it leaves the optimizer as it was made: the first step is still a first step."""
     model = model_of(torch.float32)

@@ -8,9 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from rlhf_pipeline import Prompt
+from rlhf_pipeline import Prompt, Sample
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.errors import RunMismatchError
+from rlhf_pipeline.run.config_diff import changes
 from rlhf_pipeline.run.events import Notice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
@@ -54,6 +55,22 @@ def test_what_a_person_changes_while_watching_is_allowed_and_named(tmp_path):
     assert "learn.lr was 0.01, is 0.5: the learning rate of step 3 is 0.5 (that of step 2 was 0.01" in said
     assert "loss.clip_high was 0.2, is 0.3, from step 3 on." in said
     assert "collect.num_slots was" in said
+
+
+def test_a_record_without_a_field_ran_with_its_default():
+    """A group of settings, or one setting, that a record lacks is the default of today: no difference is reported."""
+    pipeline, record = tiny(), to_json(tiny())
+    groups = {
+        field.name
+        for field in dataclasses.fields(pipeline)
+        if field.default_factory is not dataclasses.MISSING and field.default_factory() == getattr(pipeline, field.name)
+    }
+    assert "sample" in groups
+    for name in groups:
+        assert changes({key: value for key, value in record.items() if key != name}, pipeline) == []
+    sampled = dataclasses.replace(pipeline, sample=Sample(strategy="uniform", batch_size=4))
+    (change,) = changes({key: value for key, value in record.items() if key != "sample"}, sampled)[:1]
+    assert (change.field, change.was, change.now) == ("sample.batch_size", None, 4)
 
 
 class Digits:

@@ -70,6 +70,9 @@ def test_a_look_between_two_measurements_touches_no_file(tmp_path):
             written.append(written[-1] + 100)
     places = {call.arguments["place"] for call in measured}
     assert (watch.used, len(places)) == (empty + 500, 2)  # the folder, and its checkpoints
+    for count in range(500, 1000, 100):  # at 900 the reserve of 100 reaches the budget exactly
+        written.append(count)
+        watch.look()
     written.append(950)
-    with pytest.raises(RunStorageError, match=f"takes {empty + 950:,} bytes"):
+    with pytest.raises(RunStorageError, match=f"uses {empty + 950:,} bytes"):
         watch.look()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -47,6 +48,17 @@ def test_rows_that_do_not_begin_with_step_one(tmp_path):
     assert found == [None, None, {"step": 4}, {"step": 5}, {"step": 6}, None]
     with pytest.raises(DataError, match="step 9 does not follow step 6"):
         rows.append({"step": 9})
+
+
+def test_every_row_of_a_long_file_is_found_where_it_starts(tmp_path):
+    """400 rows whose lengths are far from even: the search returns the byte at which each line starts."""
+    lines = [json.dumps({"step": step, "note": "x" * (step**2 % 331)}) + "\n" for step in range(11, 411)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(lines))
+    starts = [0, *itertools.accumulate(map(len, lines))]
+    rows = StepRows(path)
+    assert [rows.start_of(step) for step in range(11, 412)] == starts
+    assert [rows.required(step)["step"] for step in range(11, 411, 7)] == [*range(11, 411, 7)]
 
 
 def test_lines_that_something_else_wrote(written):
