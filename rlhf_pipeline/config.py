@@ -1188,7 +1188,7 @@ class Pipeline(Settings):
         return self.collect.max_new_tokens * (1 if self.environment is None else self.collect.max_turns)
 
     def _named_figures(self) -> Iterator[tuple[bool, str]]:
-        """Yield whether each figure that is steered by can exist: results may have components nobody knows of yet."""
+        """Yield whether each figure that controls the run can exist: later results may have further components."""
         functions = [reward.function for reward in rewards_of(self.reward)]
         if any(may_have_parts(function) and function is not environment_reward for function in functions):
             return

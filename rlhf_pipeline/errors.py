@@ -154,7 +154,7 @@ def refuse_unknown(
     reasons: Mapping[str, str],
     harmless: Mapping[str, tuple[object, ...]],
 ) -> None:
-    """Refuse the first unknown argument of a call, with a reason if there is one.
+    """Reject the first unknown argument of a call, with a reason if there is one.
 
     >>> refuse_unknown("GRPOLoss", {"clip_epsilom": 0.2}, ["clip_epsilon"], {}, {})
     Traceback (most recent call last):

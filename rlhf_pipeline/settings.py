@@ -50,7 +50,7 @@ class Bounds:
         )
 
     def words(self) -> str:
-        """Return the bounds in words, such as `above 0 and at most 1`; empty if there are none."""
+        """Return the bounds as text, such as `above 0 and at most 1`; empty if there are none."""
         if self.min is not None and self.max is not None:
             return f"between {self.min:g} and {self.max:g}"
         bounds = (("at least", self.min), ("above", self.above), ("at most", self.max), ("below", self.below))
@@ -133,7 +133,7 @@ class Setting:
         return tuple(kind for kind in _options(self.hint) if isinstance(kind, type) and issubclass(kind, Settings))
 
     def kind(self) -> str:
-        """Return the valid values in words: `a whole number, at least 1; or none`."""
+        """Return the valid values as text: `a whole number, at least 1; or none`."""
         options = [option for option in _options(self.hint) if option is not type(None)]
         words = " or ".join(_kind(option) for option in options)
         bounds = self.bounds.words()
@@ -152,7 +152,7 @@ class Setting:
         raise DefinitionError(f"{self.owner}.{self.name} is {_shortened(value)}{must}{hint}")
 
     def _requirement(self, value: Any) -> str:
-        """Return the requirement in words; only the bounds for a value of the right type."""
+        """Return the requirement as text; only the bounds for a value of the right type."""
         of_type = dataclasses.replace(self, bounds=Bounds())
         options = _options(self.hint)
         is_number = not isinstance(value, bool) and isinstance(value, numbers.Real)

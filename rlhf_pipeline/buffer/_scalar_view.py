@@ -129,7 +129,7 @@ class ScalarView(TensorDict):
                 f"{key!r} is not a column of the store at {storage.store.path}, so it cannot be set. Columns with one "
                 f"value per trajectory: {', '.join(columns)}."
             )
-        if schema[name].ragged and schema[name].mutable:  # one that is not is refused by the store
+        if schema[name].ragged and schema[name].mutable:  # one that is not is rejected by the store
             raise DataError(
                 f"{key!r} has one value per token; give later values with storage.update(row_ids, {name}=[...]), one "
                 "array per trajectory."

@@ -200,7 +200,7 @@ class ConsumingSampler(UniformSampler):
 
 
 def check_consuming(sampler: Any) -> None:
-    """Refuse TorchRL's own consuming sampler, with the alternative."""
+    """Reject TorchRL's own consuming sampler, with the alternative."""
     kind = type(sampler)
     if kind.__name__ == "ConsumingSampler" and not isinstance(sampler, TrajectorySampler):
         raise DefinitionError(

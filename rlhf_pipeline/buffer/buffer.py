@@ -69,7 +69,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         batch_size: of `sample()`.
         transform: the write path, `Compose(MCAdvantage(...), KLRewardTransform(...), RetrieveLogProb(...))`.
         sampler: of `sample()`: a TorchRL sampler, or a strategy of `rlhf_pipeline.buffer.samplers` or its name. None
-            draws uniformly with replacement, as TorchRL does.
+            draws uniformly with replacement, like TorchRL.
         seed: of all draws.
         writer: a TorchRL `Writer`, or a function that makes one. None appends, as this storage is designed for.
         device: where `sample`, `sample_step` and `read` put batches; batches reach a CUDA device through pinned memory
@@ -175,8 +175,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         """Add a transform to the write path, which runs from the last transform to the first.
 
         Args:
-            transform: goes to the end, but before one that turns incoming turns into trajectories.
-            invert: as in TorchRL; True changes nothing for a transform of this package, which has an inverse already.
+            transform: is added at the end, but before a transform that turns incoming turns into trajectories.
+            invert: as in TorchRL; True has no effect on a transform of this package, which already has an inverse.
 
         Returns:
             The buffer.
@@ -201,20 +201,20 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         update_priority: bool | None = None,
         write: bool = True,
     ) -> torch.Tensor:
-        """Run the write path and commit what is complete, in one atomic commit.
+        """Run the write path and commit complete groups in one atomic commit.
 
         Args:
-            tensordicts: whole trajectories, in any of the forms of the write path, or flat columns.
+            tensordicts: complete trajectories, in any of the forms of the write path, or flat columns.
             update_priority: ignored; a `priority` key is stored with the row.
-            write: False runs the write path without writing, to update its state: for whole groups that the store has
-                already, or that the write path once dropped.
+            write: False runs the write path without writing, to update its state: for complete groups that the store
+                already has, or that the write path once dropped.
 
         Returns:
-            The slots written, int64 `[n]`; `[0, 1]`-shaped and empty where every group still waits.
+            The slots written, int64 `[n]`; empty with shape `[0, 1]` if every group is still waiting.
 
         Raises:
             DataError: if a trajectory is not complete, or does not fit the schema.
-            StoreError: if the store could not take the rows; then none of them is stored.
+            StoreError: if the store could not write the rows; then none of them is stored.
         """
         del update_priority
         if not isinstance(tensordicts, (TensorDictBase, Trajectories)):
@@ -237,7 +237,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             data: a trajectory with an empty batch size, or the steps of one.
 
         Returns:
-            The slot, or the slots of the completed group, or an empty tensor where the trajectory waits.
+            The slot, or the slots of the completed group, or an empty tensor if the trajectory waits.
         """
         index = self.extend(data)
         return int(index) if index.numel() == 1 else index
@@ -479,7 +479,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
     ) -> TensorDict:
         """Return the batch of an optimizer step: a pure function of the stored rows, the seed and the step.
 
-        There is no cursor and no other state, so the same call returns the same batch again, in any process, as long as
+        There is no cursor or other state, so the same call returns the same batch again, in any process, if
         `at` is the same snapshot. A watermark fixes only the rows: their values are current, and so is which rows wait
         for their group (pass the ledger as `uses`; otherwise what `ConsumingSampler` has counted in the
         store decides).
@@ -498,7 +498,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             DataError: if nothing may be drawn, or the store has not reached the watermark.
-            SnapshotGoneError: if the snapshot's values were folded into later ones.
+            SnapshotGoneError: if the snapshot's values were merged into later ones.
         """
         rows = self.view(**view)
         ids = self._drawn(rows, step, batch_size, strategy, seed)
@@ -517,7 +517,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         keys: Sequence[Key] | None = None,
         text: bool | None = None,
     ) -> TensorDict:
-        """Read a batch of the given rows, as a ledger names them; see `TrajectoryStorage.read`."""
+        """Read a batch of the given rows, as listed in a ledger; see `TrajectoryStorage.read`."""
         return self._to_device(self.trajectories.read(row_ids=row_ids, keys=keys, text=text))
 
     # -- sharing -----------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from trajectory_store.reads import StoreReads
 def check_rows(store: StoreReads, row_ids: np.ndarray) -> None:
     """Compare what is stored of rows with its checksums, each commit once per process and state of its files.
 
-    Whoever chooses rows by their values calls this first, and batches are read so anyway: nothing is learned from a
-    damaged row, and none is chosen, or passed over, because of one.
+    Code that chooses rows by their values calls this first, and batches are read in the same way: nothing is learned
+    from a damaged row, and none is chosen, or passed over, because of one.
 
     Args:
         store: the store, or the store as of a snapshot.

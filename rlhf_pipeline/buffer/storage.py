@@ -108,11 +108,11 @@ class TrajectoryStorage(Storage):
     opens the path itself, and `refresh()` shows the rows of the others.
 
     It also works in TorchRL's own `ReplayBuffer`. In a `torch.utils.data.DataLoader`, which reads the storage as a
-    map-style dataset, pass `collate_fn=collated`, as batches are collated already. A copy of the storage in another
-    process reopens the store, with this process's slots, but without the buffers attached to it.
+    map-style dataset, pass `collate_fn=collated`, because the batches are already collated. A copy of the storage in
+    another process reopens the store, with this process's slots, but without the buffers attached to it.
 
     Args:
-        path_or_store: folder or URL of the store (made if it does not exist), or an open `TrajectoryStore`.
+        path_or_store: folder or URL of the store (created if it does not exist), or an open `TrajectoryStore`.
         max_size: keep at most this many trajectories; the oldest are evicted first. None keeps all.
         backend: `memmap` or `zarr`; only for a new store.
         durability: `process` survives kill -9, `power` and `group` a power loss as well.
@@ -180,7 +180,7 @@ class TrajectoryStorage(Storage):
     # -- TorchRL's interface -----------------------------------------------------------------------------------
 
     def attach(self, buffer: Any) -> None:
-        """Register a buffer that reads from here; one without a `collate_fn` gets batches as they are read."""
+        """Register a buffer that reads from here; a buffer without a `collate_fn` gets uncollated batches."""
         super().attach(buffer)
         if getattr(buffer, "_init_collate_fn", collated) is None:  # TorchRL has defaults for its own storages only
             buffer._init_collate_fn = collated
@@ -195,7 +195,7 @@ class TrajectoryStorage(Storage):
 
         Raises:
             DataError: if the data are not complete trajectories, or do not fit the cursor or the schema.
-            StoreError: if the store could not take them; then none of them is stored.
+            StoreError: if the store could not write them; then none of them is stored.
         """
         if isinstance(data, (list, tuple)):
             data = lazy_stack(list(data))
@@ -454,7 +454,7 @@ class TrajectoryStorage(Storage):
         return self._slots.floor
 
     def contains(self, item: Any) -> Any:
-        """Return whether slots hold a trajectory; a bool for one, a bool tensor for several."""
+        """Return whether slots contain a trajectory: a bool for one slot, a bool tensor for several."""
         index = np.atleast_1d(np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item))
         inside = (index >= -len(self)) & (index < len(self))
         return bool(inside[0]) if _is_one(item) else torch.from_numpy(inside)
@@ -479,7 +479,7 @@ class TrajectoryStorage(Storage):
         """Compare the rows that have arrived since the last call with their checksums.
 
         Args:
-            since: rows up to this watermark are not looked at: they are too old to be chosen.
+            since: rows up to this watermark are not checked: they are too old to be chosen.
 
         Raises:
             CorruptionError: names the rows and the segment.
@@ -500,7 +500,7 @@ class TrajectoryStorage(Storage):
         self.store.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the location and number of the rows; the rows themselves are on disk already."""
+        """Return the location and number of the rows; the rows themselves are already on disk."""
         return {
             "path": self._address,
             "watermark": self.store.watermark,

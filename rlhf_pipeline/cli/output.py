@@ -46,7 +46,7 @@ def say(text: str = "", end: str = "\n") -> None:
 
 
 def say_as_is(text: str, end: str = "\n") -> None:
-    """Print a document to standard output: commands in it are for whoever reads it, wherever that is."""
+    """Print a document to standard output: commands in it are for the reader, on any machine."""
     try:
         print(plain(text), end=end, flush=True)
     except BrokenPipeError:

@@ -107,7 +107,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_rerun(args: argparse.Namespace) -> None:
-    """Refuse options that conflict with `--from-step`, which takes everything from the run."""
+    """Reject options that conflict with `--from-step`, which takes everything from the run."""
     if len(args.paths) != 1:
         raise DefinitionError("--from-step repeats the steps of one run; give exactly one run.")
     values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}

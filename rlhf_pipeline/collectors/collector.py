@@ -89,18 +89,18 @@ class Collector:
 
     Rollout `r` takes the prompts from cursor `r * prompts_per_rollout` on. The prompt's cursor is its `group_id` and
     seeds its completions, so a rollout that a crash interrupts is sampled again token for token, and a rollout that is
-    in the store already is not sampled again: no prompt is lost or repeated.
+    already in the store is not sampled again: no prompt is lost or repeated.
 
     With `config.dynamic` above 1 (`collectors.dynamic`) a rollout has up to that many rounds, its groups keep their
-    numbers, and the prompts from cursor `r * prompts_per_rollout * dynamic` on are its own: which of them it took
-    depends on nothing but the weights, the seed and `r`. It is still one commit.
+    numbers, and the prompts from cursor `r * prompts_per_rollout * dynamic` on belong to it: which of them it used
+    depends only on the weights, the seed and `r`. It is still one commit.
 
     Args:
         policy: samples the completions. A TorchRL wrapper works too, see `interop.torchrl.wrappers`; with an external
             engine (vLLM) a rollout is not a pure function of the seed.
         prompts: a pure source of prompts.
         reward: one function or several, see `rlhf_pipeline.user_code.arguments`, which are bound to the columns of
-            `prompts`; or what `bind` returned. A call that raises fails its trajectory only.
+            `prompts`; or the result of `bind`. A call that raises fails only its trajectory.
         buffer: its `extend` runs the write path and commits.
         config: sizes and temperature.
         seed: the run's seed.
@@ -110,13 +110,13 @@ class Collector:
         retrieve: the write path's `RetrieveLogProb`, to score completions as they end, while others are being sampled;
             only with a `CausalLMPolicy`, and a reference that is a separate model. None scores on the write path.
         environment: answers the policy's turns; see `rlhf_pipeline.environments`. None samples one turn.
-        temperature: in place of the config's; sampling temperature; 0 selects the most probable token.
+        temperature: the sampling temperature, in place of the config's; 0 selects the most probable token.
         marks: columns that are the same for every trajectory, such as `evaluation`.
         same_tasks: the prompts repeat after so many, and with them the seeds of their environments' tasks, whatever the
             run's seed: an evaluation. None gives each group a separate task.
 
     Raises:
-        DefinitionError: the write path takes batches of another size than a rollout.
+        DefinitionError: the write path needs batches of another size than a rollout.
 
     >>> import tempfile
     >>> from rlhf_pipeline import CopyDigits, MCAdvantage, token_match
@@ -218,7 +218,7 @@ class Collector:
         stop: Callable[[], bool] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> Rollout:
-        """Ensure that the whole of rollout number `rollout` is in the store.
+        """Ensure that all of rollout number `rollout` is in the store.
 
         Args:
             rollout: 0, 1, 2, ...
@@ -226,18 +226,18 @@ class Collector:
             refresh: loads newer weights during sampling; only with a `CausalLMPolicy`.
             digests: of the published weights by version, read after sampling; None if none are published.
             is_first: this is the first attempt at the rollout, so the store is not searched for it.
-            stop: whether a signal has asked to stop; reward calls are then not waited for.
+            stop: whether a signal has requested a stop; reward calls are then not awaited.
             say: receives a notice: a reward call takes long, many trajectories failed, or too few groups have spread
                 after the last round of dynamic sampling.
 
         Returns:
-            The summary of the rollout, read from the store if it was there already.
+            The summary of the rollout, read from the store if it was already there.
 
         Raises:
             RewardError: every reward call failed. Nothing was stored.
             StopAskedError: there was a request to stop while reward calls were running. Nothing was stored.
-            EngineError: the engine is out of reach, or aborted a completion. Nothing was stored.
-            StoreError: the store could not take the rollout; none of it was acknowledged.
+            EngineError: the engine is unreachable, or aborted a completion. Nothing was stored.
+            StoreError: the store could not write the rollout; none of it was acknowledged.
         """
         started, config = time.perf_counter(), self.config
         groups = rollout * config.prompts_per_rollout + np.arange(config.prompts_per_rollout)
@@ -674,7 +674,7 @@ class Collector:
 
 
 def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | None) -> None:
-    """Refuse what sees several conversations at once where each is stored as it ends."""
+    """Reject what sees several conversations at once where each is stored as it ends."""
     why = "the environment has external effects, so each conversation is graded and stored when it ends"
     if any(form.batched for form in grader.forms):
         raise DefinitionError(f"{why}; a batched reward function cannot be used. Use a function of one completion.")

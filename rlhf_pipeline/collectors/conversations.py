@@ -889,7 +889,7 @@ class Conversations:
     ) -> tuple[list[int] | None, list[dict[str, Any]]] | None:
         """Return what the chat template shows the policy next: the tokens after its turn, and all messages.
 
-        Without tokens where it rewrites what came before; None if it refuses the messages.
+        Without tokens where it rewrites what came before; None if it rejects the messages.
         """
         before, turn = conversation.messages[:-1], conversation.messages[-1]
         for assistant in (turn, {"role": "assistant", "content": conversation.at.last_text}):
@@ -927,8 +927,8 @@ class Conversations:
     ) -> tuple[list[int], list[dict[str, Any]]]:
         """Return the tokens of a reply by the chat template, and its messages as sent.
 
-        Some templates refuse an earlier turn with the words that they are made of: the earlier turns are then excluded
-        of what the template sees. Some refuse a tool's result after a turn without a call that they can show: only
+        Some templates reject an earlier turn with the words that they are made of: the earlier turns are then excluded
+        of what the template sees. Some reject a tool's result after a turn without a call that they can show: only
         then it is sent as a message of the user. The policy's tokens stay in the row in any case, and what it writes
         ends no conversation.
         """

@@ -433,7 +433,7 @@ def _described(call: _Graded) -> str:
 
 
 def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None:
-    """Refuse a rollout in which every call failed."""
+    """Reject a rollout in which every call failed."""
     broken = [item for item in grades if item.broken or item.kind == NOT_APPLICABLE]
     if not broken or len(broken) < len(grades):
         return

@@ -126,7 +126,7 @@ def complete_episodes(store: StoreReads, ids: Ints) -> tuple[Ints, Ints]:
 
 
 def _check(store: StoreReads, row_ids: Ints, place: Ints, ids: Ints) -> None:
-    """Refuse episodes of which the store lacks a row."""
+    """Reject episodes of which the store lacks a row."""
     is_stored = np.asarray(store.holds(row_ids))
     if not is_stored.all():
         lacking = int(np.flatnonzero(~is_stored)[0])

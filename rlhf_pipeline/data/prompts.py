@@ -157,7 +157,7 @@ class NoPrompts:
     """Unused."""
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
-        """Refuse.
+        """Raise an error.
 
         Raises:
             DefinitionError: always.

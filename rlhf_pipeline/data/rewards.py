@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[str, object]) -> float:
-    """Refuse: for definitions that learn from stores, which hold the rewards.
+    """Raise an error: for definitions that learn from stores, which hold the rewards.
 
     Raises:
         DefinitionError: always.

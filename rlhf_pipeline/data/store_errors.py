@@ -11,7 +11,7 @@ from trajectory_store import BatchError, SchemaError, StoreBusyError, TokenizerN
 
 @contextmanager
 def as_ours() -> Iterator[None]:
-    """Raise a DataError for rows that the store's package refuses, and a DefinitionError for what it was asked with."""
+    """Raise a DataError for rows that the store's package rejects, and a DefinitionError for what it was asked with."""
     try:
         yield
     except TokenizerNotFoundError as error:

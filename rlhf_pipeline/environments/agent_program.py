@@ -175,7 +175,7 @@ class ProgramConversation:
             _let_go_on(program)
             self.session.close(ChatError(f"the conversation has ended: {reason}", code="conversation_ended"))
             await program.ended
-            # An error of a program whose request was rejected is no failure: the policy has used up its turns.
+            # An error of a program whose request was rejected is not a failure: the policy has used up its turns.
             return Step(done=True) if isinstance(program.call.outcome, BaseException) else self._rewards(program)
         finally:
             _stop(self.session, program)

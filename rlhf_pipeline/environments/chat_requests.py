@@ -189,7 +189,7 @@ def parse(body: bytes) -> ChatRequest:
     """Check the body of a request.
 
     Raises:
-        ChatError: it is no JSON, or has a parameter that is rejected.
+        ChatError: it is not JSON, or has a parameter that is rejected.
     """
     try:
         fields = json.loads(body)

@@ -83,7 +83,7 @@ class Step:
     that has the turn. With `done`: the row that has the outcome."""
     call_errors: int = 0
     """How many calls of the turn could not be made as the policy wrote them, which the reply reports; those that
-    nobody could read are counted already."""
+    could not be parsed are counted already."""
 
 
 @runtime_checkable

@@ -45,7 +45,7 @@ def _call(call: Any) -> list[Any]:
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # text that is no JSON is compared as text
+        with contextlib.suppress(ValueError):  # text that is not JSON is compared as text
             arguments = json.loads(arguments)
     return [function["name"], arguments or {}, call.get("id")]
 

@@ -38,7 +38,7 @@ class Environments:
         column: of the prompts' data.
 
     Raises:
-        DefinitionError: there is none, or one is no environment.
+        DefinitionError: there is none, or one is not an environment.
     """
 
     def __init__(self, choices: Mapping[str, Any], *, column: str = COLUMN) -> None:
@@ -72,7 +72,7 @@ class Environments:
         return cast(str, name)
 
     def __call__(self) -> Environment:
-        """Refuse: which one is made depends on the prompt."""
+        """Raise an error: which one is made depends on the prompt."""
         raise DefinitionError("the environment depends on the prompt.")
 
 

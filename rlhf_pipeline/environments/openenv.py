@@ -18,7 +18,7 @@ class OpenEnv:
         OpenEnv("http://localhost:8000", action=lambda turn: {"letter": turn.text}, show=lambda seen: seen["text"])
 
     The server must take as many sessions (`max_concurrent_envs`) as a rollout has conversations. Calls are made in
-    threads, so a slow server stops nobody.
+    threads, so a slow server delays no other conversation.
     """
 
     parallel = True

@@ -144,7 +144,7 @@ def _from_command_line(dumps: Iterable[Dump]) -> list[DumpCandidate]:
 
 
 def _matching(path: Path) -> list[Path]:
-    """Return the files that a pattern names, also in folders below it; nothing where it is no pattern."""
+    """Return the files that a pattern names, also in folders below it; nothing where it is not a pattern."""
     at = next((place for place, part in enumerate(path.parts) if re.search(r"[*?\[]", part)), None)
     if at is None:
         return []

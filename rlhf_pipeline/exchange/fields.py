@@ -176,7 +176,7 @@ def part_of(row: Any, name: str) -> Mapping[str, Any]:
 
 
 def check_targets(field_paths: Mapping[str, str]) -> None:
-    """Refuse a `--field` whose target does not exist."""
+    """Reject a `--field` whose target does not exist."""
     for target, name in field_paths.items():
         if target not in (*VALUES, MESSAGES):
             raise DefinitionError(

@@ -35,7 +35,7 @@ class FileGroups:
         self._scores: dict[int, list[tuple[float, float]]] = {}
         """Reward and stored advantage of each member of a group that no id names, in the order of the file."""
         self._num_learned, self._learned = 0, set[int]()
-        """How many members are not evaluations, which are compared with nobody, and their groups."""
+        """How many members are not evaluations, which are not compared, and their groups."""
 
     def number(self, record: RawRollout, row: int) -> int:
         """Return the number of a record's group; `row` is its row in the file."""

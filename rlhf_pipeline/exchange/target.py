@@ -21,7 +21,7 @@ _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_vers
 
 
 def check_absent(*paths: Path) -> None:
-    """Refuse to write where something is."""
+    """Raise an error if the target exists."""
     for path in paths:
         if path.exists():
             raise RunExistsError(f"{path} already exists. Choose another path with --to, or remove it.")
@@ -65,7 +65,7 @@ def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterat
 
 
 def check_columns(store: TrajectoryStore, schema: Schema) -> None:
-    """Refuse columns of an export that are not those of their name in a store."""
+    """Reject columns of an export that are not those of their name in a store."""
     for column in schema:
         stored = store.schema[column.name]
         if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):

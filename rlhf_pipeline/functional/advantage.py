@@ -207,7 +207,8 @@ def group_advantage(
     * `turn_grpo`: `grpo` for each turn, see `turn_advantage`; here, of one number per trajectory, it is `grpo`.
     * `gdpo`: of the rewards `r_k` one by one, `a_k = (r_k - mean_k) / (std_k + 1e-6)` within the group, their weighted
       sum `s = sum_k weight_k a_k`, then `(s - mean_batch(s)) / (std_batch(s) + 1e-6)`. A reward that does not apply to
-      a trajectory leaves the group's `mean_k` and `std_k` and adds nothing to `s`. arXiv:2601.05242, equations 4 to 6.
+      a trajectory is excluded from the group's `mean_k` and `std_k` and adds nothing to `s`. arXiv:2601.05242,
+      equations 4 to 6.
 
     A group of one, or one whose members all have the same return, is degenerate: its advantages are 0 and
     flagged, never NaN. For `reinforce_pp` the baseline is the batch, so group members without spread keep
@@ -225,7 +226,7 @@ def group_advantage(
         lengths: [N], the number of assistant tokens of each trajectory; only `opo` needs it.
         task_rewards: [N], the rewards without the penalty; used together with `rounding`.
         rounding: [N], the bound on each return's rounding error; see `penalty_rounding`.
-        named: the rewards one by one, for `gdpo` and functions that ask for them; None takes the returns as the only
+        named: the rewards one by one, for `gdpo` and functions that request them; None takes the returns as the only
             one.
         resolution: a range within a group of at most this part of the largest absolute value is rounding; None takes
             that of the dtype of the returns. `FLOAT32_RESOLUTION` for returns that are sums of stored rewards.
@@ -400,7 +401,7 @@ def _asks_for(estimator: EstimatorFunction) -> tuple[str, ...]:
 
 
 def _of_function(estimator: EstimatorFunction, returns: Returns) -> torch.Tensor:
-    """Return a user's advantages in float64; refuse another shape or values that are not finite."""
+    """Return a user's advantages in float64; reject another shape or values that are not finite."""
     name, r, lengths = function_name(estimator), returns.values, returns.lengths
     components = returns.named._replace(rewards=returns.named.rewards.clone())
     advantages: object = estimator(

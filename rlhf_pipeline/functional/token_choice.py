@@ -55,7 +55,8 @@ def clip_cov_mask(
     the ratio's clip does not stop anyway go; all of them if there are fewer. arXiv:2505.22617; verl's `clip_cov`.
 
     Args:
-        log_probs: [N], of the current policy, in a fixed order. A banned token (-inf) is no candidate and in no mean.
+        log_probs: [N], of the current policy, in a fixed order. A banned token (-inf) is not a candidate and in no
+            mean.
         advantage: [N].
         clipped: bool [N], where PPO's clip is taken.
         share: of all tokens.

@@ -93,7 +93,7 @@ class Shards:
                 copies[name].copy_(whole)
 
     def check(self, config: Learn) -> None:
-        """Refuse options that do not work with shards."""
+        """Reject options that do not work with shards."""
         refused = {
             f"learn.layout={config.layout}": config.layout not in ("auto", "padded"),
             "learn.compile=on": config.compile == "on",

@@ -124,7 +124,7 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
     try:
         limit, used = ((groups / name).read_text().strip() for name in ("memory.max", "memory.current"))
         cached = dict(line.split() for line in (groups / "memory.stat").read_text().splitlines())
-        if limit != "max":  # pages of files that nobody reads are given back first
+        if limit != "max":  # unused pages of files are released first
             room = min(room, float(limit) - float(used) + float(cached.get("inactive_file", 0)))
     except (OSError, ValueError):
         return room

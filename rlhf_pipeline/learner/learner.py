@@ -74,7 +74,7 @@ class Learner:
 
     A step is a pure function of the weights, the store and the step number: it sees the graded trajectories whose
     policy version is at most `max_staleness` behind, and takes all of them, in the order of their ids, or as many as
-    `sample` sets it. Loss weights are fixed from the counts of the whole step before it is split, so the token budget
+    `sample` selects. Loss weights are fixed from the counts of the whole step before it is split, so the token budget
     changes memory use but not the gradient. The step's ledger row is on disk before the optimizer steps, and the uses
     of a trajectory are counted from the ledger.
 
@@ -85,19 +85,19 @@ class Learner:
         buffer: where trajectories are read.
         config: optimizer and token budget.
         max_staleness: largest age, in optimizer steps, of a trajectory to learn from; None sets no limit.
-        sample: which of those a step takes; all by default.
-        batch_size: how many of those a step takes, unless `sample` sets it.
+        sample: which of these trajectories a step takes; all by default.
+        batch_size: how many of these a step takes, unless `sample` sets it.
         max_completion_tokens: the limit at sampling; the divisor of the `dr_grpo` aggregation.
         ledger: records which trajectories entered which step; None records nothing (a replay).
         seed: recorded in the ledger.
-        may_be_empty: the write path may drop every group of a rollout; such a step counts and changes nothing.
+        may_be_empty: the write path may drop every group of a rollout; such a step is counted and changes nothing.
         reference: moved towards the policy after each step; None if there is no reference or it is frozen.
         shards: of a policy that is sharded over several processes; see `learner.distributed`.
         check_sampler: report once if the log-probs stored with trajectories of the current weights differ from the
             policy's scores.
 
     Raises:
-        DefinitionError: the loss sums or does not reduce, or an option does not go with several processes.
+        DefinitionError: the loss sums or does not reduce, or an option does not work with several processes.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -194,7 +194,7 @@ class Learner:
         """The record of which trajectories entered which step.
 
         Raises:
-            DefinitionError: the learner was made without one.
+            DefinitionError: the learner was created without a ledger.
         """
         if self._ledger is None:
             raise DefinitionError("this learner records nothing: it was created with ledger=None.")
@@ -222,7 +222,7 @@ class Learner:
         """Return a copy of everything that `write` writes, for a thread to make and to write while steps are taken.
 
         It is valid until the next call, which reuses its memory. None if this machine has too little memory for it, or
-        if several processes hold the state in shards.
+        if the state is sharded over several processes.
         """
         if self.shards is not None:
             return None
@@ -536,7 +536,7 @@ class Learner:
             all.
 
         Raises:
-            DataError: none is young enough, or each has been used as often as allowed.
+            DataError: all are too old, or each has been used the maximum number of times.
         """
         fresh = self.admitted_rows(step, keep=keep, watermark=watermark)
         if self.config.minibatches > 1 and self.sample.strategy == "fresh":
@@ -734,7 +734,7 @@ class Learner:
             )
 
     def _check_replaceable(self, earlier: Mapping[str, Any]) -> None:
-        """Refuse to learn from other trajectories than a step's ledger row names, unless these were lost."""
+        """Reject other trajectories than those of a step's ledger row, unless these were lost."""
         step, store = int(earlier["step"]), self.buffer.store
         rows = np.asarray(earlier["row_ids"], dtype=np.int64)
         if not store.holds(rows).all():

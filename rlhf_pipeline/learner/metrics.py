@@ -95,7 +95,7 @@ these.
 
 
 def check_metrics(functions: Sequence[MetricFunction]) -> None:
-    """Refuse functions that cannot be called with a `StepSeen`, and two of one name."""
+    """Reject functions that cannot be called with a `StepSeen`, and two of one name."""
     names = [function_name(function) for function in functions]
     for name, function in zip(names, functions, strict=True):
         try:

@@ -118,7 +118,7 @@ class StepPlan:
 
 
 def check_reduction(loss: GRPOLoss) -> None:
-    """Refuse a loss whose reduction the fixed weights of a step would override."""
+    """Reject a loss whose reduction the fixed weights of a step would override."""
     if loss.settings.reduction != "mean":
         raise DefinitionError(
             "the learner weights tokens by the counts of the complete step, but its loss has "
@@ -313,7 +313,7 @@ def sampler_of(sample: Sample, *, max_staleness: int | None, steps_per_rollout: 
 def part_of_rollout(num_rows: int, *, step: int, config: Learn, seed: int) -> Ints:
     """Return which trajectories of the newest rollout a step learns from, as positions, ascending.
 
-    Each of `config.epochs` passes shuffles them anew and cuts them into `config.minibatches` parts of equal size, to
+    Each of `config.epochs` passes shuffles them again and cuts them into `config.minibatches` parts of equal size, to
     within one, which have no trajectory in common: a function of the arguments, so that a resumed run takes the same.
 
     Args:

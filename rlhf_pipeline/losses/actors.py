@@ -142,7 +142,7 @@ class _Logits:
         return logits
 
     def check_causal(self) -> None:
-        """Refuse a model whose logits of a token change with the tokens after it."""
+        """Reject a model whose logits of a token change with the tokens after it."""
         head = self.actor.get_output_embeddings()
         device = next(self.actor.parameters()).device
         ids = torch.arange(_PROBE_TOKENS, device=device).remainder(head.weight.shape[0] if head is not None else 2)

@@ -116,7 +116,7 @@ class GRPOLossOutput(_TorchRLOutput):
         return TensorDict(self._terms).mean(reduce=True, **kwargs) if reduce else super().mean(*args, **kwargs)
 
     def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
-        """With `reduce=True`, return the sum of the loss terms, as `total_loss`; otherwise that of every field."""
+        """With `reduce=True`, return the sum of the loss terms, as `total_loss`; otherwise the sum of every field."""
         return TensorDict(self._terms).sum(reduce=True, **kwargs) if reduce else super().sum(*args, **kwargs)
 
     @staticmethod
@@ -189,15 +189,15 @@ class GRPOLoss(LossModule):
     counts, and must exclude it there. Every ragged leaf is padded on the same side.
 
     The batch is constant: only the log-probs of the actor have a gradient, and all are taken at the temperature `T` of
-    sampling, `log_softmax(z / T)`. A leaf that requires a gradient is refused.
+    sampling, `log_softmax(z / T)`. A leaf that requires a gradient is rejected.
 
     Args:
         actor_network: `CausalLMPolicy` or anything with its `hidden_states`, `head_weight`, `temperature`; a
             transformers model; a TorchRL wrapper; a module with `log_probs(...)`; or one that returns logits [B, T, V].
-        settings: those of a definition, `GRPO(...)`; None takes TorchRL's defaults (an entropy bonus of 0.01).
-        device: where the batch's tensors are moved; None leaves them where they are.
+        settings: the settings of a definition, `GRPO(...)`; None takes TorchRL's defaults (an entropy bonus of 0.01).
+        device: where the batch's tensors are moved; None does not move them.
         **keywords: settings by name, in place of those of `settings`: the fields of `GRPO` (docs/settings.md) and of
-            `losses.loss_settings.LossSettings`, each with its meaning there. TorchRL's spelling is taken as well:
+            `losses.loss_settings.LossSettings`, each with its meaning there. TorchRL's spelling is accepted too:
             `clip_epsilon` (one number or (low, high)), `aggregation` (also `prompt_mean`, `bnpo`, `none`),
             `reduction`, `kl_to_ref_coeff=None`, `ref_log_prob_padding_side`; and bounds as a pair (low, high):
             `icepop` with `icepop_level`, `clip_cov_bounds`, and `sapo_tau` for the advantage above 0 and elsewhere.
@@ -281,17 +281,17 @@ class GRPOLoss(LossModule):
 
     @property
     def clip_epsilon_low(self) -> float:
-        """How far below 1 the ratio is clipped."""
+        """The distance below 1 at which the ratio is clipped."""
         return self.settings.clip_epsilon[0]
 
     @property
     def clip_epsilon_high(self) -> float:
-        """How far above 1 the ratio is clipped."""
+        """The distance above 1 at which the ratio is clipped."""
         return self.settings.clip_epsilon[1]
 
     @property
     def clip_epsilon(self) -> torch.Tensor:
-        """How far below and above 1 the ratio is clipped: one number if both are equal, else `[2]`."""
+        """The distances below and above 1 at which the ratio is clipped: one number if both are equal, else `[2]`."""
         bounds = sorted({self.clip_epsilon_low, self.clip_epsilon_high})
         return (
             torch.tensor(bounds[0])
@@ -301,7 +301,7 @@ class GRPOLoss(LossModule):
 
     @property
     def actor_network_params(self) -> TensorDictParams | None:
-        """The actor's parameters, those that are trained; the loss has no copy of them."""
+        """The trained parameters of the actor; the loss has no copy of them."""
         actor = self.actor_network
         return None if actor is None else TensorDictParams(TensorDict.from_module(actor), no_convert=True)
 
@@ -364,7 +364,7 @@ class GRPOLoss(LossModule):
             Per batch, bool [B, T] on the host, False outside the batch's mask.
 
         Raises:
-            DefinitionError: the entropy decides, and the actor gives none.
+            DefinitionError: the entropy decides, but the actor has none.
         """
         scored = []
         for batch in batches:
@@ -392,7 +392,7 @@ class GRPOLoss(LossModule):
             float32 [2, B, T] on the host, NaN outside the mask.
 
         Raises:
-            DefinitionError: the actor gives no entropy.
+            DefinitionError: the actor has no entropy.
         """
         scored_rows = self._actor().rows(batch, entropy=True)
         log_probs, entropy = self._scores(scored_rows, self._gather(batch, scored_rows[0].device))

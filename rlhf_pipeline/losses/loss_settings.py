@@ -192,7 +192,7 @@ def changed(settings: LossSettings, keywords: Mapping[str, Any]) -> LossSettings
 def clip_settings(clip_epsilon: float | tuple[float, float], objective: Any = "grpo") -> dict[str, Any]:
     """Return the settings that TorchRL's `clip_epsilon` represents: one number for both sides, or (low, high).
 
-    For `cispo` a low side of 1 is no lower clip: the ratio is always above `1 - 1`.
+    For `cispo` a low side of 1 is not a lower clip: the ratio is always above `1 - 1`.
 
     >>> clip_settings(0.2), clip_settings((1.0, 0.28), "cispo")
     ({'clip_low': 0.2, 'clip_high': 0.2}, {'clip_low': None, 'clip_high': 0.28})

@@ -66,7 +66,7 @@ class CallFormat:
         if self.has_text_arguments and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif isinstance(arguments, str) and not self.has_text_arguments:
-            with contextlib.suppress(ValueError):  # text that is no JSON is left to the template
+            with contextlib.suppress(ValueError):  # text that is not JSON is left to the template
                 arguments = json.loads(arguments)
         return {**call, "function": {**function, "arguments": arguments}}
 
@@ -152,7 +152,7 @@ def name_of(codec: Any) -> str:
 
 _UNSEEN, _PYTHON, _ESCAPED, _REFUSED = 1, 2, 4, 8
 """Flaws of a form of calls, by weight: calls are not written; arguments are written as Python does; they are quoted
-twice; the template refuses them."""
+twice; the template rejects them."""
 
 
 class _Probe:
@@ -168,7 +168,7 @@ class _Probe:
             for number, function in enumerate((functions[0], functions[1 % len(functions)]))
         ]
         self.refusal: Exception | None = None
-        """Why the template refused what it was shown first."""
+        """Why the template rejected what it was shown first."""
 
     def flaws(self, count: int, *, as_text: bool) -> int:
         """Return what is wrong with so many calls whose arguments are text or objects, as a sum of flaws."""

@@ -126,7 +126,7 @@ def reply_text(
         ends: texts that may end a turn, in the order in which they are looked for after its calls.
 
     Raises:
-        DataError: the template refuses the messages.
+        DataError: the template rejects the messages.
         DefinitionError: it writes other messages after the turn than these replies.
     """
 
@@ -199,7 +199,7 @@ def continued_text(
         end_token_ids: tokens that end a turn.
 
     Raises:
-        DataError: the template refuses the messages.
+        DataError: the template rejects the messages.
     """
     codec, ids = _need_tokenizer(tokenizer), [int(token) for token in completion_ids]
     ended = ids[-1:] if ids[-1:] and ids[-1] in end_token_ids else []
@@ -225,7 +225,7 @@ def rendered_prompt(
     """Return the text that the policy is to continue, as the chat template writes it; or without the next turn's head.
 
     Raises:
-        DataError: the template refuses the messages.
+        DataError: the template rejects the messages.
     """
     options = {"tokenize": False, "add_generation_prompt": going_on, "tools": tools, **(template or {})}
     try:
@@ -243,7 +243,7 @@ def _common(first: str, second: str) -> int:
 
 
 def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
-    """Refuse a template that writes something else after the assistant's turn than the replies, once and in order."""
+    """Reject a template that writes something else after the assistant's turn than the replies, once and in order."""
     shown_order = [int(i) for i in dict.fromkeys(_MARKS.findall(tail))]
     expected_order = [i for i, message in enumerate(marked) if i >= first and isinstance(message.get("content"), str)]
     if shown_order != expected_order:

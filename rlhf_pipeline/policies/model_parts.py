@@ -238,7 +238,7 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
 
 
 def _refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse peft's prompt tuning and prefix tuning, whose virtual tokens the model itself never sees."""
+    """Reject peft's prompt tuning and prefix tuning, whose virtual tokens the model itself never sees."""
     configs = getattr(model, "peft_config", None)
     for name, config in (configs or {}).items():
         if getattr(config, "is_prompt_learning", False):
@@ -250,7 +250,7 @@ def _refuse_virtual_tokens(model: nn.Module) -> None:
 
 
 def refuse_other_directions(model: nn.Module) -> None:
-    """Refuse a model of transformers that does not predict each token from those before it."""
+    """Reject a model of transformers that does not predict each token from those before it."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise _refuse(model, "it is an encoder-decoder model", "Pass a decoder-only model.")
@@ -367,7 +367,7 @@ def _largest(values: Tensor) -> float:
 
 
 def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> ModelParts:
-    """Return the parts with the scale and the soft cap of the model's own logits; refuse a model with other changes.
+    """Return the parts with the scale and the soft cap of the model's own logits; reject a model with other changes.
 
     Also compare two rows that differ only in their second half: if later tokens change earlier hidden states, the
     scores are not log-probs.

@@ -79,7 +79,7 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
 
 
 def empty_folder(path: str | os.PathLike[str]) -> Path:
-    """Return where a new model may be written; refuse a place that holds anything."""
+    """Return where a new model may be written; reject a place that holds anything."""
     target = Path(path).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DefinitionError(

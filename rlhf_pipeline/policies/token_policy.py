@@ -57,7 +57,7 @@ class TokenPolicy(nn.Module):
 
     Args:
         model: a causal language model; one wrapped by peft works as well, with adapters off the head.
-        tokenizer: its tokenizer, or None for work on token ids only.
+        tokenizer: its tokenizer, or None if only token ids are used.
         temperature: the sampling temperature, and the one at which tokens are scored.
         max_new_tokens: the default limit of a completion.
         eos_token_id: the token or tokens that end a completion. None takes those of the generation config (or the

@@ -55,7 +55,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def _check_shapes(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Refuse the weights of a model of another size by the first that does not fit."""
+    """Reject the weights of a model of another size by the first that does not fit."""
     for name, parameter in model.state_dict().items():
         if name in saved and saved[name].shape != parameter.shape:
             raise RuntimeError(f"{name} has shape {list(saved[name].shape)} there and {list(parameter.shape)} here")

@@ -130,7 +130,7 @@ def _continued(stored: Stored) -> Iterator[tuple[int, str]]:
 
 
 def drift_text(problems: list[tuple[int, str]]) -> str:
-    """Return the finding on drifted conversations in words."""
+    """Return the finding on drifted conversations as text."""
     some = "; ".join(f"id {row}: {problem}" for row, problem in problems[:_EXAMPLES])
     return (
         f"{count(len(problems), 'conversation')} with tokens that differ from the sampled tokens ({some}). Exclude "

@@ -52,7 +52,7 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in words.
+    """Return a time span as text.
 
     >>> duration(3.21), duration(21.4), duration(75), duration(7300)
     ('3.2 s', '21 s', '1 min 15 s', '2 h 1 min')

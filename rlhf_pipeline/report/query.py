@@ -961,7 +961,7 @@ def _end_of(file: Path) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """Return an answer as text; JSON for what is no text."""
+    """Return an answer as text; JSON for what is not text."""
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

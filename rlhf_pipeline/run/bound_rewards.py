@@ -55,7 +55,7 @@ def prompts_field(name: str) -> str:
 
 
 def check_columns(bound: BoundRewards, field: str, source: PromptSource) -> None:
-    """Refuse prompts that lack a column which a reward function needs.
+    """Reject prompts that lack a column which a reward function needs.
 
     Raises:
         DefinitionError: with the function and the column.

@@ -56,7 +56,7 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
     """Make a run folder whose step 0 is a checkpoint of another run; it is then continued like any run.
 
     Weights (or LoRA adapters), the optimizer's moments, the random generator and a moving reference are taken over.
-    Steps, prompts, ledger, use counts and KL controllers begin anew. A kill at any moment leaves no run, or a whole
+    Steps, prompts, ledger, use counts and KL controllers begin again. A kill at any moment leaves no run, or a complete
     one.
 
     Raises:

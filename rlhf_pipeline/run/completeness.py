@@ -82,7 +82,7 @@ def clear_failed_start(run: RunFolder) -> None:
 
 
 def check_parts(run: RunFolder) -> None:
-    """Refuse to continue a run with missing parts; see `missing_parts`.
+    """Raise an error for a run with missing parts; see `missing_parts`.
 
     Raises:
         DataError: names what is missing.

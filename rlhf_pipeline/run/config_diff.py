@@ -139,7 +139,7 @@ def acts_differently(before: Pipeline, now: Pipeline, step: int) -> bool:
 
 
 def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, step: int) -> str | None:
-    """Return one line about a change: what changes, and from which step; None if nobody needs to know."""
+    """Return one line about a change: what changes, and from which step; None if it need not be reported."""
     if change.field in _SILENT:
         return None
     if change.field in _WITH_CONSEQUENCE:

@@ -22,7 +22,7 @@ from rlhf_pipeline.run.recorded_code import changed_code
 
 
 def check_free_or_recorded(run: RunFolder, *, resume: bool, again: str = "add --resume", option: str = "--out") -> None:
-    """Refuse to start where something exists, or to resume where nothing does.
+    """Raise an error for a start where a run exists, or a resume where none does.
 
     Args:
         run: the run, or the place for one.
@@ -59,7 +59,7 @@ def check_free_or_recorded(run: RunFolder, *, resume: bool, again: str = "add --
 
 
 def check_processes(run: RunFolder, *, several: bool) -> None:
-    """Refuse to continue a run of several processes in one process, or the reverse: they count differently.
+    """Reject continuing a run of several processes in one process, or the reverse: they count differently.
 
     Raises:
         RunMismatchError: the message states how to continue.
@@ -79,7 +79,7 @@ def check_processes(run: RunFolder, *, several: bool) -> None:
 def check_unchanged(
     run: RunFolder, pipeline: Pipeline, seed: int, *, inputs: bool = True, overrides: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Refuse to resume under a definition or seed that would learn something else.
+    """Raise an error for a resume with a definition or seed that would change the results.
 
     Args:
         run: the run, or the place for one.

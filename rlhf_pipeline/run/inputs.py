@@ -124,7 +124,7 @@ def check_inputs(
     definition: Mapping[str, Any] | None = None,
     otherwise: str | None = None,
 ) -> None:
-    """Refuse to continue with other prompts or another starting model than the run began with.
+    """Raise an error if prompts or the starting model differ from those of the run.
 
     A missing file is reported elsewhere, and a run without a record of its files is not checked.
 

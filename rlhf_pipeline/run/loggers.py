@@ -61,7 +61,7 @@ def with_logger(
 
 
 def check_logger(kind: str | None) -> None:
-    """Refuse a logger whose library is not installed."""
+    """Reject a logger whose library is not installed."""
     if kind in _PACKAGES and importlib.util.find_spec(kind) is None:
         raise _not_installed(kind, f"there is no module {kind}")
 

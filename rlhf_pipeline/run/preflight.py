@@ -63,7 +63,7 @@ def _keeps_others_out(path: Path) -> bool:
 
 
 def check_device(device: str) -> None:
-    """Refuse a string that cannot be a device's name."""
+    """Reject a string that cannot be a device's name."""
     kind = device.partition(":")[0]
     if not re.fullmatch(r"[a-z]+(:\d+)?", device) or kind not in _DEVICES:
         hint = did_you_mean(kind, _DEVICES)
@@ -86,9 +86,9 @@ def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
 
 
 def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> None:
-    """Refuse a set for evaluations with prompts that are learned from, or that the reward cannot grade."""
+    """Reject a set for evaluations with prompts that are learned from, or that the reward cannot grade."""
     evaluate, field = pipeline.evaluations[name], prompts_field(name)
-    evaluate.sampling(pipeline.collect)  # refuses what the engine cannot do
+    evaluate.sampling(pipeline.collect)  # rejects what the engine cannot do
     check_columns(bound_rewards(pipeline), field, evaluate.prompts)
     readers = [getattr(source, "all_prompts", None) for source in (pipeline.prompts, evaluate.prompts)]
     if not apart or readers[0] is None or readers[1] is None:

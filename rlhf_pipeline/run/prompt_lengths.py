@@ -50,7 +50,7 @@ TooLong = dict[int, int]
 
 
 def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: EventHandler = ignore_events) -> None:
-    """Refuse prompts that leave no room for a completion in the model's context, or that cannot be encoded.
+    """Reject prompts that leave no room for a completion in the model's context, or that cannot be encoded.
 
     All prompts of a file are checked; of another source, those of the first rollout.
     """

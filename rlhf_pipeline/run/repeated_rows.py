@@ -77,7 +77,7 @@ def served_rows(run: RunFolder, store: TrajectoryStore, step: int, *, max_stalen
 
 
 def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) -> None:
-    """Refuse if the store serves fewer rows than when the checkpoint was written, which had synced them.
+    """Raise an error if the store serves fewer rows than when the checkpoint was written, which had synced them.
 
     Args:
         store: the store.

@@ -260,7 +260,7 @@ def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None
 
 
 def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> None:
-    """Refuse token ids that the policy does not know."""
+    """Reject token ids that the policy does not know."""
     highest = int(tokens.max(initial=0))
     if highest >= limits.vocabulary:
         raise DataError(

@@ -48,7 +48,7 @@ def run(
         RunMismatchError: the definition differs from the one that the run was started with.
         DataError: parts of the run are missing or damaged, or a prompt is too long for the model.
         RunStorageError: the disk is full; everything acknowledged is still there.
-        StoreError: the store refused a rollout; everything acknowledged is still there.
+        StoreError: the store rejected a rollout; everything acknowledged is still there.
         RewardError: every reward call of a rollout failed.
     """
     job = Run(

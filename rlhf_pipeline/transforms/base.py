@@ -109,7 +109,7 @@ def declare_per_token(output_spec: Composite, observed: Sequence[Key], rewards: 
     shape: Any = (*output_spec.shape, -1)
     spec: Any = Unbounded(shape=shape, device=output_spec.device, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
     for name, keys in (("full_observation_spec", observed), ("full_reward_spec", rewards)):
-        if keys and name not in output_spec.keys():  # noqa: SIM118  # a Composite is no dict
+        if keys and name not in output_spec.keys():  # noqa: SIM118  # a Composite is not a dict
             output_spec[name] = Composite(shape=output_spec.shape)
         for key in keys:
             output_spec[name, *((key,) if isinstance(key, str) else key)] = spec.clone()
@@ -134,7 +134,7 @@ class Scorer(Protocol):
 def as_scorer(model: Any, owner: str) -> Scorer:
     """Return the model as a scorer; a transformers model or a wrapper of TorchRL becomes a policy.
 
-    A policy that generates is refused, as in TorchRL: its call would sample another completion.
+    A policy that generates is rejected, as in TorchRL: its call would sample another completion.
     """
     if getattr(model, "generate", False) is True:
         raise DefinitionError(
@@ -268,7 +268,7 @@ def placed(passes: Sequence[Pass], tokens: Flat, *, fill: float) -> Tensor:
 
 
 def device_of(model: Any) -> torch.device | None:
-    """Return the device of a module's parameters; None if there are none, or it is no module."""
+    """Return the device of a module's parameters; None if there are none, or it is not a module."""
     if isinstance(model, nn.Module):
         parameter = next(model.parameters(), None)
         return None if parameter is None else parameter.device

@@ -163,7 +163,7 @@ class GroupQueue:
         self.failed[group] = self.failed.get(group, 0) + count
         closed = self.complete([group])
         if self.failed.get(group, 0) >= self.settings.grpo_size and self.settings.batch_groups is None:
-            del self.failed[group]  # nobody will come
+            del self.failed[group]  # no member will arrive
         return closed
 
     def complete(self, groups: Iterable[Hashable], now: float = -math.inf) -> list[Closed]:

@@ -87,7 +87,7 @@ class ConstantKLController(KLController):
 
 
 class AdaptiveKLController(KLController):
-    """Steers the mean KL of a trajectory to a target.
+    """Adjusts the coefficient so that the mean KL of a trajectory approaches a target.
 
     `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`, where `kl` is the mean over the `n` trajectories
     of one update; `n` is capped at the horizon, so the coefficient never changes sign. Unlike TorchRL's controller,
@@ -98,7 +98,7 @@ class AdaptiveKLController(KLController):
 
     Args:
         init_kl_coef: the initial value; above 0, because multiplication never leaves 0.
-        target: the KL to steer to, nats per trajectory.
+        target: the target KL, nats per trajectory.
         horizon: trajectories over which the coefficient adapts.
         model: anything with an attribute `kl_coef`, which is kept equal to the coefficient.
 

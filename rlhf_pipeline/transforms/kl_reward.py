@@ -67,10 +67,10 @@ class KLReward(ColumnTransform):
             trajectory. Overrides `coef`.
         reference: needed only where the batch has no reference log-probs.
         keys: what is read and written.
-        add_to_reward: False leaves the reward unchanged and only measures.
+        add_to_reward: False leaves the reward unchanged and only measures the penalty.
         assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
         token_budget: padded tokens of one forward pass of the reference.
-        device: where to run the reference; None leaves it where it is.
+        device: where to run the reference; None keeps its device.
 
     Attributes:
         stats: of the last batch: `k1`, `k2`, `k3` (means over the penalised tokens, nats), `kl` (mean over

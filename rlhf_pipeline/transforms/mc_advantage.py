@@ -129,15 +129,15 @@ class MCAdvantage(Transform):
     and multi-step forms whose trajectories end where `done_key` is set. The output has the form of the input. Besides
     the advantage it has `return` (float32, the sum of the rewards) and `degenerate` (bool).
 
-    A member counts once: a trajectory is refused if its `trajectory_id` is already waiting in the same group, or occurs
-    twice in the call, or if it would begin a group and is among the newest rows of the store, in a closed group.
+    A member counts once: a trajectory is rejected if its `trajectory_id` is already waiting in the same group, or
+    occurs twice in the call, or if it would begin a group and is among the newest rows of the store, in a closed group.
 
     A trajectory whose return is not finite has failed: it counts as arrived, but is ignored in its group's advantages,
     and its own advantage is 0 with `degenerate` True.
 
     The advantage has the shape of the reward: one value per trajectory where the reward is one per trajectory. Where
     the reward is per token, the advantage is broadcast, zero outside the assistant mask if there is one. A trajectory
-    without assistant tokens has it at its last token, as its reward.
+    without assistant tokens has the advantage at its last token, like its reward.
 
     Source: GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2; the other estimators are in
     `rlhf_pipeline.functional.advantage`.
@@ -149,7 +149,7 @@ class MCAdvantage(Transform):
         advantage_key: key of the advantage.
         done_key: True at the last step of a trajectory.
         verbose: log a line for every batch of complete groups.
-        settings: those of a definition, `WritePath(...)`; None takes the defaults.
+        settings: the settings of a definition, `WritePath(...)`; None takes the defaults.
         **keywords: settings by name, in place of those of `settings`: the fields of `WritePath` (docs/settings.md) but
             its KL penalty, and of `transforms.advantage_settings.AdvantageSettings`, each with its meaning there.
 
@@ -226,7 +226,7 @@ class MCAdvantage(Transform):
         return None if done is None else done.batch
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the complete groups, or None. The input is not changed, so nothing is cloned first."""
+        """Return the complete groups, or None. The input is not changed and not cloned."""
         return self._inv_call(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -285,7 +285,7 @@ class MCAdvantage(Transform):
         return list(dict.fromkeys(needed))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the batch unchanged: advantages are those of whole groups, which only the write path sees."""
+        """Return the batch unchanged: advantages need complete groups, which only the write path sees."""
         return tensordict
 
     def _members(self, batch: Trajectories, now: float) -> list[Member]:
@@ -488,7 +488,7 @@ class MCAdvantage(Transform):
     def call(self) -> Iterator[None]:
         """Enclose one call of the write path and its changes to groups; a call that raises may be repeated.
 
-        Trajectories that the store did not take are forgotten; those that it took wait there.
+        Trajectories that the store did not write are discarded; the others wait in the store.
         """
         with self._lock:
             stats, before = dict(self._stats), self._queue.copy()
@@ -521,7 +521,7 @@ class MCAdvantage(Transform):
             rows: int64, the ids that the store gave to the rows from `write`, in order; empty if there were none.
 
         Raises:
-            DataError: the store took another number of rows.
+            DataError: the store wrote another number of rows.
         """
         call = self._store_call
         if call is None:
@@ -556,8 +556,8 @@ class MCAdvantage(Transform):
 
         `mean_length_full` and `mean_length_early_closed` are completion tokens per written trajectory of complete
         groups and of groups that closed early; `early_closed_length_bias` is the second over the first. Short
-        trajectories arrive first, so a value well below 1 means that the timeout teaches the policy to be brief. The
-        three are NaN without data.
+        trajectories arrive first, so a value well below 1 means that the timeout biases the policy towards short
+        completions. The three are NaN without data.
         """
         stats = self._stats
         full = _ratio(stats["full_tokens"], stats["full_trajectories"])
@@ -597,7 +597,7 @@ class MCAdvantage(Transform):
         """Replace the trajectories waiting in memory by a checkpoint's; rows waiting in a store are not changed.
 
         Raises:
-            DataError: the checkpoint holds trajectories, but this transform keeps them in a store.
+            DataError: the checkpoint contains trajectories, but this transform keeps them in a store.
         """
         with self._lock:
             self._stats.update(state["stats"])
@@ -653,7 +653,7 @@ class MCAdvantage(Transform):
         return self.rows is not None
 
     def share_memory_(self) -> Self:
-        """Refuse: TorchRL's shared queues live in a manager process and die with it.
+        """Raise an error: TorchRL's shared queues live in a manager process and die with it.
 
         Raises:
             DefinitionError: always, with the alternative.
@@ -668,7 +668,7 @@ class MCAdvantage(Transform):
         """Discard the trajectories that wait in memory.
 
         Raises:
-            DefinitionError: they wait in a store, which forgets nothing.
+            DefinitionError: they wait in a store, from which nothing is discarded.
         """
         with self._lock:
             if self.rows is not None and self._waiting():

@@ -43,7 +43,7 @@ class RetrieveLogProb(ColumnTransform):
     Works from the stored token ids. Only trajectories without token ids, which exist as chat histories or text, are
     encoded here, and keep the ids and masks; sampled trajectories are never encoded, as that would change them.
     Trajectories are sorted by length and scored within a token budget; only response positions reach the head; no
-    autograd graph is kept. A batch that has the log-probs already passes unchanged, so each trajectory is scored once.
+    autograd graph is kept. A batch that already has the log-probs passes unchanged, so each trajectory is scored once.
 
     Positions without a score are NaN on the write path and 0 when called as a forward transform.
 
@@ -59,9 +59,9 @@ class RetrieveLogProb(ColumnTransform):
         tokenizer_kwargs: `chat_template` or `chat_template_name` for conversations; no other option changes tokens.
         tokenizer: for conversations and text, with the chat template that the model names; the model's by default.
         detach: False keeps the graph when called as a forward transform. The write path never does.
-        device: where to run the model; None leaves it where it is.
+        device: where to run the model; None keeps its device.
         padding_side: of rows encoded here for a model with `pad_output`; otherwise the result has the batch's form.
-        behaviour_model: fills `("log_probs", "full")` where the collector set none, at its own temperature.
+        behaviour_model: fills `("log_probs", "full")` if the collector set none, at the temperature of this model.
         token_budget: padded tokens of one forward pass.
 
     Raises:
@@ -159,7 +159,7 @@ class RetrieveLogProb(ColumnTransform):
         return declare_per_token(output_spec, [in_next(self.log_probs_full_key)])
 
     def is_done(self, td: TensorDictBase) -> bool:
-        """Return whether a batch has the log-probs already."""
+        """Return whether a batch already has the log-probs."""
         scored = self.behaviour_model is None or holds(td, LOG_PROBS)
         return scored and holds(td, self._key(td.get("next", None) is not None))
 
@@ -202,7 +202,7 @@ class ScoringBeside:
     arithmetic, and decode steps memory. The host waits for all passes at once, in `columns`.
 
     The two streams share nothing but the reference's weights, which do not change during a rollout: inputs and results
-    of a pass are allocated, used and copied to the host on its own stream. So if sampling fails, nobody needs to wait.
+    of a pass are allocated, used and copied to the host on its own stream. So if sampling fails, no wait is needed.
     """
 
     def __init__(self, retrieve: RetrieveLogProb) -> None:

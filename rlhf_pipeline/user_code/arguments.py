@@ -17,7 +17,7 @@ its result. For prompts that are messages, `prompts` and `completions` are lists
 
 `answer` is the prompt's answer, or the column of that name where the prompt has none; for a batched function the column
 comes first, as in TRL every argument is one. A function none of whose arguments has a name that is known is called by
-position, with `(prompt, completion, answer, meta)`; one unknown name beside known ones is refused.
+position, with `(prompt, completion, answer, meta)`; one unknown name beside known ones is rejected.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rlhf_pipeline.errors import DefinitionError, did_you_mean
 def own_copy(value: Any) -> Any:
     """Return a value whose dicts, lists and tuples are new at every level; the rest of it is shared.
 
-    A user's function may change what it receives, and nobody else sees that. Copying the values of JSON is enough:
-    rows have no others.
+    A user's function may change what it receives, and no other function sees the change. Copying the values of JSON is
+    enough: rows have no others.
 
     >>> row = {"board": [[0], 1]}
     >>> own_copy(row)["board"][0].append(2)
@@ -245,7 +245,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
 
     Args:
         reward: whose function it is.
-        columns: the columns of the data, see `columns_of`; None if they are not known, and then a name that is nobody's
+        columns: the columns of the data, see `columns_of`; None if they are not known, and then an unknown name
             counts as one.
 
     Raises:

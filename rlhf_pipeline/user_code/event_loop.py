@@ -82,7 +82,7 @@ class EventLoop:
             if self.running is not call or blocked_s < SLOW_S:
                 return
             self.running = None
-            self.blocked_s += blocked_s  # nobody else's deadline
+            self.blocked_s += blocked_s  # not the deadline of other calls
             call.blocking_s += blocked_s
             task = asyncio.current_task(self.loop)
             if task is not None:

@@ -99,7 +99,7 @@ def _itself(holder: Any) -> Any:
 
 
 def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what differs between two identities, in words.
+    """Return what differs between two identities as text.
 
     >>> changed_parts({"source": "00a1b2c3d4e5f607", "default w": "1"}, {"source": "10a1b2c3d4e5f607"})
     ['default w is gone', 'source has changed']

@@ -35,7 +35,7 @@ def result_of(returned: Any) -> Result:
     """Read what a reward function returned for one completion.
 
     Raises:
-        ValueError: it is no finite number that fits float32.
+        ValueError: it is not a finite number that fits float32.
         TypeError: it is not a number at all.
 
     >>> result_of({"accuracy": 1.0, "format": 0.5}).value, result_of({"score": 1, "format": 0.5}).value

@@ -212,7 +212,7 @@ class Runtime:
         return call.outcome
 
     def renew(self, call: Call, timeout_s: float | None) -> None:
-        """Let the deadline of a call begin again, with so many seconds; None suspends it."""
+        """Restart the deadline of a call with so many seconds; None suspends it."""
         with self._lock:
             if call.started is not None:
                 call.started = time.monotonic()
@@ -221,7 +221,7 @@ class Runtime:
             call.timeout_s = timeout_s
 
     def cancel_unawaited(self, calls: Sequence[Call]) -> None:
-        """End calls whose outcome nobody waits for."""
+        """End calls whose outcome is not awaited."""
         for call in calls:
             call.on_end = None
             if self._end(call, None) and call.started is not None:
@@ -363,7 +363,7 @@ async def in_thread(name: str, function: Callable[..., Any], arguments: Mapping[
 
 
 _RUNTIME: Runtime | None = None
-"""One for the process, whoever asks: that is what lets all coroutines share a loop."""
+"""One per process, so that all coroutines share a loop."""
 _MAKING = threading.Lock()
 
 

@@ -1,6 +1,6 @@
 """The text of user code: where functions and classes are defined, which names they use, which modules they import.
 
-Everything here reads files and changes nothing: no module is imported to look at it.
+Everything here only reads files: no module is imported for inspection.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def is_users(module: str, file: str | Path) -> bool:
 
     Args:
         module: its name.
-        file: where it is; a name that is no file belongs to a notebook or to text that was executed.
+        file: where it is; a name that is not a file belongs to a notebook or to text that was executed.
     """
     path = Path(file)
     if module.partition(".")[0] in THIS_PROJECT or {"site-packages", "dist-packages"} & {*path.parts}:

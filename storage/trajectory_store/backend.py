@@ -106,7 +106,7 @@ class Segment(ABC):
         self.noted = 0
         """How many gaps the catalog has noted; more were found since."""
         self.stamped: object = None
-        """The state of the files when they were last compared to find what was put back."""
+        """The state of the files when they were last compared to find what was restored."""
         self.is_read = False
         """Whether checked reads have read of it, so that they ask for the state of its files."""
         self.is_unfit = False
@@ -163,7 +163,7 @@ class Segment(ABC):
         return self.is_checked
 
     def stamp(self) -> object:
-        """Return what changes when a file of the segment is put back, or None if only a full read shows it."""
+        """Return what changes when a file of the segment is restored, or None if only a full read shows it."""
         return None
 
     def check_rows(self, rows: Rows, columns: Iterable[Column], *, flags: bool = True) -> bool:
@@ -455,7 +455,7 @@ class Segment(ABC):
         return any(first <= gap.first and end - 1 <= last for first, last in self.accepted)
 
     def is_damage(self, gap: Gap) -> bool:
-        """Return whether rows are missing that somebody was promised, and whose loss nobody has accepted."""
+        """Return whether acknowledged rows are missing whose loss was not accepted."""
         return bool(gap.why) and not self.is_accepted(gap)
 
     def row_limits(self) -> Mapping[int, int]:
@@ -648,7 +648,7 @@ class Medium(ABC):
             least: the least ordinal that may be free.
 
         Raises:
-            WriteFailedError: the disk or the object store refused.
+            WriteFailedError: the disk or the object store reported an error.
         """
 
     @abstractmethod
@@ -693,7 +693,7 @@ class Medium(ABC):
                     report.damaged(segment.row_ids(0, segment.rows))
 
     def check_root(self, root: Root) -> list[str]:
-        """Return what is wrong with the files of the store that never change, in words."""
+        """Return a description of what is wrong with the files of the store that never change."""
         expected = {KEY: root.to_json(), f"{CATALOG}/{KEY}": root.catalog_json()}
         return [f"{key} is damaged or missing" for key, raw in expected.items() if self.bucket.get(key) != raw]
 

@@ -128,7 +128,7 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
     """Check a batch against a schema and flatten it.
 
     Floats are rounded to the nearest value of a smaller dtype; what would become infinite, and whole numbers that a
-    float would round, are refused.
+    float would round, are rejected.
 
     Args:
         schema: the columns of the rows.

@@ -220,7 +220,7 @@ class Catalog:
     def _in_place_of_lost(
         self, state: State, opened: Mapping[int, Segment | Exception], *, opening: bool
     ) -> State | None:
-        """Return a state that counts what is there in place of what the newest record was to name, or names in vain.
+        """Return a state of the existing segments, where the newest record is missing or names missing segments.
 
         None if there is a newer record by now, which may name all that.
         """
@@ -510,7 +510,7 @@ class Catalog:
                 later.forget_segment(segment.ordinal)
 
     def look_again(self) -> None:
-        """Open segments again in which damage was found and whose files have changed since: what is put back counts."""
+        """Open segments again in which damage was found and whose files have changed since: what is restored counts."""
         with self.lock:
             if self.failed:
                 gone = tuple(f"{failed.entry.name}: cannot be opened" for failed in self.failed.values())

@@ -365,7 +365,7 @@ class Journal:
             self._bucket.delete([*old, *useless])
 
     def missing(self) -> list[str]:
-        """Return the missing and the damaged objects of records, in words, for `verify`."""
+        """Return the missing and the damaged objects of records as text, for `verify`."""
         numbers = self._numbers()
         newest = max(numbers, default=-1)  # records far behind it may be gone, or left by a process that slept
         expected = set(numbers) | set(range(max(0, newest - RETAINED_RECORDS), newest))

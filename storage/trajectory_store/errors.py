@@ -119,12 +119,12 @@ class MissingPackageError(StoreError, ImportError):
 
 
 def is_unknown(error: BaseException) -> bool:
-    """Return whether a write may have happened, or may happen later: no system refused it with a number."""
+    """Return whether a write may have happened, or may happen later: no system rejected it with a number."""
     return isinstance(error, WriteFailedError) and error.errno is None
 
 
 def is_refused(error: BaseException) -> bool:
-    """Return whether the system refused a write, so that it has not happened and never will."""
+    """Return whether the system rejected a write, so that it has not happened and never will."""
     return isinstance(error, WriteFailedError) and not (isinstance(error, UnsyncedError) or is_unknown(error))
 
 

@@ -1,4 +1,4 @@
-"""The few file operations that the store is built on, with errors explained in words.
+"""The few file operations that the store is built on, with explained errors.
 
 Every write goes through this module, so a test can record the order of writes and syncs and
 replay every power loss in between. Only regular files are opened, and links are never followed.
@@ -174,7 +174,7 @@ def read_part(path: Path | str, start: int, count: int) -> bytes:
 
 
 def check_folder(path: Path | str) -> None:
-    """Refuse a folder that is a link."""
+    """Reject a folder that is a link."""
     if stat.S_ISLNK(os.lstat(path).st_mode):
         raise CorruptionError(f"{path} is a link, not a folder. Restore the original folder.")
 

@@ -500,7 +500,7 @@ class LocalWriter(SegmentWriter):
                 file.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_pid"):  # a store that nobody closed: its rows are safe, as after a kill
+        if hasattr(self, "_pid"):  # a store that was not closed: its rows are safe, as after a kill
             self.abandon()
 
 

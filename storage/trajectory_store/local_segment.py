@@ -136,7 +136,7 @@ class LocalSegment(Segment):
         if not self._marks[ENDING_AT : ENDING_AT + 1][0]:
             return None
         fenced_at = parse_mark(bytes(self._marks[:]), FENCE_AT)
-        if fenced_at is None:  # it is being written now, or whoever wrote it was killed
+        if fenced_at is None:  # it is being written now, or its writer was killed
             fd = fs.open_fd(mark_path(self.folder), os.O_RDONLY)
             try:
                 with fs.short_lock(fd, mark_path(self.folder)):

@@ -57,7 +57,7 @@ def count_of(name: str, value: object, most: int, least: int = 1) -> int | None:
 
 
 def check_durability(durability: str) -> None:
-    """Refuse a durability that there is not."""
+    """Reject an unknown durability."""
     if durability not in DURABILITIES:
         raise SchemaError(f"durability {durability!r} is unknown. Use one of {', '.join(DURABILITIES)}.")
 

@@ -137,7 +137,7 @@ class StoreReads:
     # Following
 
     def refresh(self) -> int:
-        """Read what other processes wrote, and damaged files that were put back; return the watermark."""
+        """Read what other processes wrote, and damaged files that were restored; return the watermark."""
         self.follow()
         self._positions = None
         return self.watermark
@@ -378,7 +378,7 @@ class StoreReads:
             ids: which trajectories; None for all.
 
         Returns:
-            `[K]` int64, ascending: the ids of those that are damaged, and whose loss nobody has accepted.
+            `[K]` int64, ascending: the ids of damaged rows whose loss was not accepted.
 
         Raises:
             CorruptionError: a segment cannot be opened, so that which trajectories are damaged is not known.

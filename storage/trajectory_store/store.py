@@ -608,7 +608,7 @@ class TrajectoryStore(StoreTable):
     def accept_losses(self, ids: Ids | None = None) -> int:
         """Accept the loss of rows and updates that are damaged now: later checks do not report them as problems.
 
-        Nothing is removed: if the right files are put back, the rows count again. Segments that cannot be opened at all
+        Nothing is removed: if the right files are restored, the rows count again. Segments that cannot be opened at all
         are not among them.
 
         Args:
@@ -675,7 +675,7 @@ def _with_columns(state: State, columns: Sequence[Column]) -> State | None:
 
 
 def _fits(column: Column, schema: Schema) -> Column:
-    """Refuse a column on an axis whose only column may be updated to other lengths, else return it."""
+    """Reject a column on an axis whose only column may be updated to other lengths, else return it."""
     others = schema.axes.get(column.axis or "", ())
     if len(others) == 1 and others[0].mutable:
         raise SchemaError(

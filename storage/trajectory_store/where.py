@@ -55,7 +55,7 @@ class _Written(ast.Constant):
 
 @dataclass(frozen=True)
 class _Word:
-    """A text without quotes: the value of the short form, or a name that is no column."""
+    """A text without quotes: the value of the short form, or a name that is not a column."""
 
     text: str
     error: UnknownColumnError | None = None
@@ -63,7 +63,7 @@ class _Word:
 
 def names_in(condition: str) -> frozenset[str]:
     """Return the names in a condition, columns among them; empty if it cannot be read."""
-    if not isinstance(condition, str):  # pyright: ignore[reportUnnecessaryIsInstance] - `evaluate` refuses it
+    if not isinstance(condition, str):  # pyright: ignore[reportUnnecessaryIsInstance] - `evaluate` rejects it
         return frozenset()
     return _names_in(condition)
 
@@ -235,7 +235,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return an operand; a word that is no column is an error."""
+    """Return an operand; a word that is not a column is an error."""
     if isinstance(value, _Word) and value.error is not None:
         raise value.error
     return value

@@ -110,12 +110,12 @@ class Stream:
                 if self._writer is writer:
                     self._end_writer(writer)
             raise fs.unsynced(error, self._catalog.medium.where) from error
-        self._catalog.medium.bucket.check_unmoved()  # else the rows are in a folder that nobody reads
+        self._catalog.medium.bucket.check_unmoved()  # else the rows are in a folder that is not read
         self._call.interrupted = None
         return writer.ordinal, first
 
     def interrupted(self, batch: Batch, error: BaseException) -> None:
-        """Remember the commit of a call that an exception ended: whoever repeats the call gets the ids of its rows.
+        """Remember the commit of a call that an exception ended: a repeated call gets the ids of its rows.
 
         Those of an UnsyncedError are not remembered: no later sync proves that they are on the disk.
         """
@@ -277,7 +277,7 @@ class Stream:
                 self._note_rows()
 
     def _note_rows(self) -> None:
-        """Enter the row count of the last segment in the catalog: if an older copy of it is put back, that is known."""
+        """Enter the row count of the last segment in the catalog: if an older copy of it is restored, that is known."""
 
         def step(state: State) -> State | None:
             after = self._noted(state)

@@ -504,7 +504,7 @@ def open_instruct(row: Fields) -> RawRollouts:
     of vLLM; `dataset`; `ground_truth`, token ids or text; `request_info`, of tools, or null; `logprobs`, per response
     token, or null. Tool output is part of `response_tokens`, and the mask of it is not written: where
     `request_info.tool_calleds` is true, which tokens were sampled is unknown. `--mask_truncated_completions` drops rows
-    before `prompt_idx` is counted, so a group whose prompts differ is refused.
+    before `prompt_idx` is counted, so a group whose prompts differ is rejected.
     """
     info, truth = part_of(row.row, "request_info"), row.row["ground_truth"]
     are_ids = isinstance(truth, list) and all(isinstance(item, int) for item in truth)
@@ -649,7 +649,7 @@ def tinker(row: Fields) -> RawRollouts:
     """tinker-cookbook 0.6.1 (commit 9dfcc3a): `capture/sample.jsonl`, with rollout summaries for the rewards.
 
     Writers: `tinker_cookbook/capture/instrument.py`, whose rows of kind `sample` have `prompt_tokens` (not where a
-    prompt has images), `status` (`ok`, `error`, `cancelled`, or `submitted` where nobody heard of the end), and of
+    prompt has images), `status` (`ok`, `error`, `cancelled`, or `submitted` if the end was not reported), and of
     status `ok` `samples` (of each `tokens`, `logprobs`, `stop_reason`); `created_at` and `scope` (`split`, `iteration`,
     `group_idx`, `traj_idx`, `purpose`); and `tinker_cookbook/rl/rollout_logging.py`, whose summaries have
     `total_reward` and `sampling_client_step`, the version, under the same keys. A call is one trajectory: the turns of

@@ -53,7 +53,7 @@ NO_SCORES = "log-probs"
 
 
 def or_unknown(version: Any) -> Any:
-    """Return a version, or that nobody named one."""
+    """Return a version, or the value for an unknown one."""
     return UNKNOWN_VERSION if version is None else version
 
 

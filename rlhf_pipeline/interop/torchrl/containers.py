@@ -41,7 +41,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
     """The base of a language model policy over TensorDicts.
 
     A subclass implements `token_distribution`, `forward` and `get_new_version`. Distributions are aligned with the
-    tokens: position `t` is the distribution of token `t`. A padded batch keeps its own layout, whatever side its
+    tokens: position `t` is the distribution of token `t`. A padded batch keeps its layout, on whichever side its
     padding is on; ragged rows are padded on `padding_side`, left by TorchRL's convention.
 
     Attributes:
@@ -132,9 +132,9 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             mask_key: a bool leaf aligned with the tokens; the attention mask when None.
             padding_side: the side on which ragged rows are padded.
             as_padded_tensor: no effect: a distribution is over a padded batch.
-            as_nested_tensor: True is refused.
+            as_nested_tensor: True is rejected.
             padding_value: no effect: masks distinguish padding from tokens, values do not.
-            layout: `torch.jagged` is refused.
+            layout: `torch.jagged` is rejected.
             **further: no effect, as in TorchRL.
 
         Raises:
@@ -262,8 +262,8 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         """Score the tokens of `data` and return the log-probs of the responses.
 
         Args:
-            data: as `forward` takes it.
-            **get_kwargs: handed to `TensorDict.get`, for example `as_padded_tensor=True`.
+            data: the input of `forward`.
+            **get_kwargs: passed to `TensorDict.get`, for example `as_padded_tensor=True`.
 
         Returns:
             `("log_probs", "response")` if the prompts' lengths are known, otherwise `("log_probs", "full")`, which is

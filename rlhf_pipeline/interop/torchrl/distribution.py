@@ -20,12 +20,12 @@ __all__ = ["LogProbDistribution", "TokenDistribution"]
 class LogProbDistribution(_TorchRLLogProbDistribution):
     """Known log-probs in the form of a distribution.
 
-    With `tokens`, asking for the log-probs of other tokens is an error; TorchRL's class would return the stored numbers
-    for any value.
+    With `tokens`, a request for the log-probs of other tokens is an error; TorchRL's class would return the stored
+    numbers for any value.
 
     Args:
         log_probs: float `[B, T]`.
-        mask: bool `[B, T]`, True where a log-prob counts; elsewhere it reads 0. All True when None.
+        mask: bool `[B, T]`, True where a log-prob counts; elsewhere it is 0. All True when None.
         tokens: int64 `[B, T]`, the tokens that the log-probs belong to.
 
     >>> dist = LogProbDistribution(torch.tensor([[-1.0, -2.0]]), tokens=torch.tensor([[5, 6]]))

@@ -52,15 +52,15 @@ class KLRewardTransform(KLReward):
         log_prob_key: behaviour log-probs. A flat key, such as `"log_probs"`, also reads batches of older versions of
             TorchRL: the response's log-probs, with `tokens`, `tokens_response`; the result is the response's as well.
         ref_log_prob_key: reference log-probs, used if present.
-        add_to_reward: False leaves the reward unchanged and only measures.
+        add_to_reward: False leaves the reward unchanged and only measures the penalty.
         assistant_only: penalise the assistant's tokens only. False takes every token that has a log-prob.
         controller: sets the coefficient, and is updated after every batch of the write path with the KL of each
             trajectory. Overrides `coef`.
         action_key: for the general form; nothing reads it here, where the actions are the token ids.
         tokenizer: no effect, as in TorchRL: token ids are scored unchanged.
         padding_side: no effect: the result has the form of the batch.
-        requires_grad: for the general form; here the reference is scored without gradient, so True is refused.
-        device: where to run the reference; None leaves it where it is.
+        requires_grad: for the general form; here the reference is scored without gradient, so True is rejected.
+        device: where to run the reference; None keeps its device.
         **unknown: rejected, with a reason for TorchRL's arguments; `use_ray_service=False` is accepted.
         token_budget: padded tokens of one forward pass of the reference.
 
@@ -409,7 +409,7 @@ _HARMLESS = {"use_ray_service": (False,)}
 
 
 def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
-    """Refuse arguments that a KL transform does not take; TorchRL's `use_ray_service=False` is allowed."""
+    """Reject arguments that a KL transform does not take; TorchRL's `use_ray_service=False` is allowed."""
     arguments = set(kind.__init__.__annotations__) - {"unknown", "return"}
     refuse_unknown("KLRewardTransform", unknown, arguments, _REASONS, _HARMLESS)
 

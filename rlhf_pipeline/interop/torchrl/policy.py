@@ -40,13 +40,13 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
 
     Args:
         model: a causal language model; one wrapped by peft works as well, with adapters off the head.
-        tokenizer: its tokenizer, or None for work on token ids only.
+        tokenizer: its tokenizer, or None if only token ids are used.
         input_mode: what `forward` reads: "tokens", "text" or "history".
         input_key: the input's key; by default `(tokens_key, "prompt")` or `(tokens_key, "full")`, or of another mode.
         attention_mask_key: key of the tokens' attention mask if there is none among the masks.
         generate: whether `forward` samples; it scores when False.
         generate_kwargs: sampling options: `max_new_tokens`, `temperature`, `num_return_sequences`, `do_sample`, `seed`.
-        tokenizer_kwargs: `chat_template` or `chat_template_name`; other options that would change tokens are refused.
+        tokenizer_kwargs: `chat_template` or `chat_template_name`; other options that would change tokens are rejected.
         chat_template_name: one of TorchRL's chat templates, in place of the tokenizer's.
         chat_template: a chat template, in place of the tokenizer's.
         return_log_probs: whether sampling returns log-probs; True when None.
@@ -56,7 +56,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         prefer_tokens: with histories, continue the token ids under `(tokens_key, "prompt")` if there are any, so that
             tokens sampled in earlier turns stay unchanged, and encode only the messages after them.
         layout: None or `torch.strided`; rows are returned as a lazy stack.
-        device: where to put the model; left where it is when None.
+        device: where to put the model; None keeps its device.
         tokens_key: key of the `Tokens`; likewise `masks_key`, `log_probs_key`, `text_key`, `history_key`.
         **options: `temperature`, `max_new_tokens`, `eos_token_id`, `pad_token_id`, `num_slots`, `scoring_layout` of
             `policies.token_policy.TokenPolicy`.

@@ -31,7 +31,7 @@ __all__ = ["RolloutFromModel"]
 
 
 class RolloutFromModel:
-    """Completes prompts and lays the result out like an environment that samples one token per step.
+    """Completes prompts and arranges the result like an environment that samples one token per step.
 
     The interface and the keys are those of `torchrl.data.RolloutFromModel` 0.14. Differences:
 
@@ -47,7 +47,7 @@ class RolloutFromModel:
     tokens first and then padding, so a model with absolute positions (GPT-2) scores them unchanged. Here and under
     "next" are views of one buffer `[B, T + 1, P + T]`, 9 bytes per entry. With `padding_side="left"`, step `i` is a
     window that ends with the newest token, and all four are views of two buffers `[B, P + 2 T]`. TorchRL's
-    `LMHeadActorValueOperator`, which reads the last column, needs that, too, and a model with absolute positions then
+    `LMHeadActorValueOperator`, which reads the last column, also needs this, and a model with absolute positions then
     needs `position_ids`, or `pad_right`, which converts a mini-batch. After a completion's end, its later steps have
     padding on the right as well. Do not write into views. Indexing with integers or slices returns views, and an index
     tensor (a mini-batch) copies the selected steps only; `clone`, `reshape`, `to` another device and writing to a

@@ -11,7 +11,7 @@ corrects faults of TorchRL 0.14.1:
 - a checkpoint's `top_k` (50 by default) truncates sampling, but not the reported log-probs.
 
 A wrapper around an external engine (`vLLMWrapper`), or around a model that cannot be scored from its hidden states, is
-called unchanged; faults that cannot be corrected from outside are refused, see `EnginePolicy`.
+called unchanged; faults that cannot be corrected from outside are rejected, see `EnginePolicy`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ its own.
 
 After a connection error, the server is asked to cancel the request, which is retried under another id; only the reply
 to the last one is read, so no completion arrives twice. Weights carry a label with this run's name, and tokens that
-were sampled with any other label are refused.
+were sampled with any other label are rejected.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class HTTPEngine:
         """
         if isinstance(weights, Mapping):
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
-                # Copies, because safetensors refuses tensors that share memory.
+                # Copies, because safetensors rejects tensors that share memory.
                 save_file({name: t.detach().clone() for name, t in weights.items()}, f"{folder}/model.safetensors")
                 (Path(folder) / "config.json").write_text("{}", encoding="utf-8")
                 self._give(Path(folder), version, tag=uuid.uuid4().hex[:8])
@@ -239,7 +239,7 @@ class HTTPEngine:
                     "complete weights: repeat the command with --resume."
                 )
             self._ask("POST", "/update_weight_version", {"new_version": label})
-        if not self._paused:  # whoever has loaded these weights may have been killed before this call
+        if not self._paused:  # the process that loaded these weights may have been killed before this call
             self._ask("POST", "/resume", {})
         self.version, self._label = version, label
 

@@ -52,7 +52,7 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
         )
     jobs: list[Job] = []
     size = request.group_size
-    # vLLM refuses several identical completions.
+    # vLLM rejects several identical completions.
     most = 1 if request.temperature == 0 else most or size
     for prompt, stream in enumerate(request.streams()):
         # 62 bits: vLLM takes a signed seed and increments it for each member.

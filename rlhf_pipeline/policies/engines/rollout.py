@@ -235,7 +235,7 @@ class EngineRollout:
 
     @staticmethod
     def check_finite(log_prob: float, token: int, prompt: int) -> None:
-        """Refuse a log-prob that is not finite."""
+        """Reject a log-prob that is not finite."""
         if not math.isfinite(log_prob):
             raise DataError(
                 f"The model's logits are not finite at token {token} of a completion of prompt {prompt}. Its weights "

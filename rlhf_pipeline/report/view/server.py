@@ -1,4 +1,4 @@
-"""The server of the pages: this machine only, and only for whoever has the key in the printed URL.
+"""The server of the pages: this machine only, and only for users with the key in the printed URL.
 
 It reads runs and stores and never writes to them; notes are in a separate file.
 """
@@ -49,7 +49,7 @@ _POLICY = (
 
 
 class Guard:
-    """Lets only requests pass that come from this server's own pages, or from whoever was given the key.
+    """Lets only requests pass that come from this server's own pages, or from users with the key.
 
     A page of another site reaches a loopback address too: by its own requests (Origin, Sec-Fetch-Site) or by a name
     that it lets point here (Host). On a shared machine any user reaches it, so a cookie is needed, which the key buys.

@@ -97,7 +97,7 @@ class Exit:
 
     @property
     def how(self) -> str:
-        """The end in words, for example `was killed by SIGKILL` or `ended with code 1`."""
+        """The end as text, for example `was killed by SIGKILL` or `ended with code 1`."""
         return f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
 
 
@@ -256,7 +256,7 @@ class Child:
         if self._told_of != pid:
             self._told_of, self._pulses[self.name] = pid, _Pulse()
             logger.info("%s: process %d already uses the name; waiting until it exits", self.name, pid)
-        # The last heartbeat of a dead process is no reason to kill the one that has its name now.
+        # The last heartbeat of a dead process is not a reason to kill the one that has its name now.
         why = self._pulses[self.name].verdict(heartbeat, self.config) if heartbeat.get("pid") == pid else None
         if why is not None and is_alive(self._folder, self.name):
             logger.warning("%s: %s; process %d, which uses the name, is killed", self.name, why, pid)

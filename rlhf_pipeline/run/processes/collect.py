@@ -38,7 +38,7 @@ from trajectory_store import TrajectoryStore
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
 _PAUSES_PER_CLAIM = 4
-"""How many of the longest pauses to wait before a refused claim is tried again with the same weights."""
+"""How many of the longest pauses to wait before a rejected claim is tried again with the same weights."""
 _COPIES = 2
 """Versions of the weights of which a process keeps copies, if the run is at a URL."""
 

@@ -36,7 +36,7 @@ class Heartbeat:
         folder: the run's `processes` folder.
         name: of the process.
         progress_timeout_s: end the process with `HUNG` if it has been in one state for longer, in seconds, other than
-            while it waits or starts; whoever started it starts it again. None never does.
+            while it waits or starts; the process that started it starts it again. None never does.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

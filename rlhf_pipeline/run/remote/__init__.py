@@ -4,7 +4,7 @@ config.json                              as in a folder
 store/                                   the trajectories, see `trajectory_store.objects`
 rollouts/000000000012.json               a rollout that is in the store: put once, by the collector that stored it
 claims.json                              which collector works on which rollout: replaced by compare-and-swap
-ledger.jsonl/, metrics.jsonl/            lines in numbered parts, each put once; a second writer's part is refused
+ledger.jsonl/, metrics.jsonl/            lines in numbered parts, each put once; a second writer's part is rejected
 weights/latest.json                      the pointer: replaced by compare-and-swap
 weights/*.json, checkpoints/*.json       the pieces of which a sealed folder's files consist
 packs/                                   the pieces: a tensor each, found by its content

@@ -76,7 +76,7 @@ class Leases:
                 except StoreError as error:
                     logger.warning("%s: its lease could not be renewed: %s", name, error)
                     continue
-                if swapped is None:  # everything that this process puts from now on is refused
+                if swapped is None:  # everything that this process puts from now on is rejected
                     logger.error("%s: another process has replaced it", name)
                     return
                 tag = swapped

@@ -225,7 +225,7 @@ class Mirror:
         return shared
 
     def write_rows(self) -> None:
-        """Take over as the only writer of lines; an earlier writer's next line is refused."""
+        """Take over as the only writer of lines; an earlier writer's next line is rejected."""
         for name in _LOGS:
             self.rows(name).begin()
 

@@ -64,7 +64,7 @@ class LeasedClaims(Claims):
 
     A collector that seems dead may only be stalled. So its claim names the segment of the store that it appends to, and
     a collector that takes the claim over ends that segment first: a commit that was under way is found after that, or
-    it is refused. Before the stalled collector continues in a new segment, it must note the segment in its claim, and
+    it is rejected. Before the stalled collector continues in a new segment, it must note the segment in its claim, and
     finds that the claim is gone.
     """
 
@@ -87,7 +87,7 @@ class LeasedClaims(Claims):
             living = self._mirror.living() if any(c["life"] != self._mirror.life for c in claims.values()) else set()
             living.discard(self._name)
             # If the owners of all claims are alive, every rollout claimed so far is done or in flight (this process's
-            # own are done). That alone refuses most claims, without listing the stored rollouts.
+            # own are done). That alone rejects most claims, without listing the stored rollouts.
             mine = (self._name, self._mirror.life)
             if all((c["owner"], c["life"]) == mine or c["owner"] in living for c in claims.values()):
                 begun = max(map(int, claims), default=-1) + 1

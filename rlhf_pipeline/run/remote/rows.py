@@ -64,7 +64,7 @@ class LineLog:
         return [part for raw in blocks for part in self._parts(raw)]
 
     def begin(self) -> list[Part]:
-        """Take over as writer: the previous writer's next part is refused. Return the new parts before that."""
+        """Take over as writer: the previous writer's next part is rejected. Return the new parts before that."""
         parts: list[Part] = []
         while not self.is_writing:
             self._looked = -1e9

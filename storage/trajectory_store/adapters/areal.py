@@ -47,7 +47,7 @@ class RecordingWorkflow:
         inner_kwargs: arguments of the class, where `inner` is a path.
 
     Raises:
-        SchemaError: `inner` is no workflow.
+        SchemaError: `inner` is not a workflow.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RecordingWorkflow:
             evaluation=bool(getattr(context, "is_eval", False)),
             groups=[group] * num,
             episodes=[session] * num,
-            run_id=self._id,  # the numbers of groups begin again in each workflow
+            run_id=self._id,  # the numbers of groups restart in each workflow
             one_prompt=False,  # AReaL forms the groups, and a workflow may begin each episode differently
             metas=[
                 {"query_id": data.get("query_id", data.get("id")), "task_id": getattr(context, "task_id", None)}

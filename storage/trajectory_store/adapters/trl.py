@@ -83,7 +83,7 @@ def _truncated(trainer: Any) -> str:
 
 
 def _check_server(trainer: Any) -> None:
-    """Refuse a vLLM server whose log-probs are not of the distribution that it samples from; TRL only warns."""
+    """Reject a vLLM server whose log-probs are not of the distribution that it samples from; TRL only warns."""
     if not getattr(trainer, "use_vllm", False) or trainer.vllm_mode != "server":
         return
     if not trainer.accelerator.is_main_process or (trainer.temperature == 1 and not _truncated(trainer)):

@@ -179,7 +179,7 @@ def _place(keys: list[str]) -> Callable[[str], tuple[int, int]]:
 def _named_rewards(details: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     """Return the numbers that a reward function of verl returns beside its score, by name.
 
-    Rows need not have the same names, and what is no number stays in `meta`.
+    Rows need not have the same names, and what is not a number stays in `meta`.
     """
     names = dict.fromkeys(name for row in details for name, value in row.items() if _is_number(value))
     return {reward_part(name): [_number(row.get(name)) for row in details] for name in names}

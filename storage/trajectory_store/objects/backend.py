@@ -418,7 +418,7 @@ class ObjectMedium(Medium):
 
 
 def check_sealed(sealed: Any, meta: SegmentMeta, name: str) -> None:
-    """Refuse a merged segment whose metadata cannot be right."""
+    """Reject a merged segment whose metadata cannot be right."""
     try:
         checked_int(sealed["rows"], meta.rows_cap)
         per_name(sealed["ends"], meta.elems_cap)

@@ -71,7 +71,7 @@ class _Parallel(Bucket):
         self._pool: ThreadPoolExecutor | None = None
 
     def _check_process(self) -> None:
-        """Refuse a request that would wait for ever for threads that this fork does not have."""
+        """Reject a request that would wait for ever for threads that this fork does not have."""
         if os.getpid() not in self._first_process:
             if self._first_process:
                 raise StoreError(

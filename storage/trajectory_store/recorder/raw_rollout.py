@@ -30,7 +30,7 @@ FAILURES = ("timeout", "tool_error", "grader_error", "truncated", "engine")
 CUT = "length"
 """The reason of an end before the policy's own."""
 UNKNOWN_VERSION = -1
-"""The version of a policy that nobody named."""
+"""The version of a policy if it is unknown."""
 _LAST_SECOND = 253_402_300_799
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of a message, beside its content, of what the policy produced."""

@@ -19,7 +19,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 
 def need_tokenizer(tokenizer: Any | None) -> Any:
-    """Refuse to encode or decode without a tokenizer."""
+    """Raise an error for encoding or decoding without a tokenizer."""
     if tokenizer is None:
         raise SchemaError(
             "The policy has no tokenizer, so text cannot be encoded or decoded. Pass token ids, or give the checkpoint "
@@ -47,7 +47,7 @@ def encode_prompt(
     """Return the token ids that a completion continues.
 
     Raises:
-        SchemaError: there is no tokenizer, or no chat template for messages, or it refuses these.
+        SchemaError: there is no tokenizer, or no chat template for messages, or it rejects these.
         BatchError: the prompt gives no tokens, or has a character without one.
     """
     codec = need_tokenizer(tokenizer)

@@ -78,7 +78,7 @@ class TrajectoryRecorder:
         world_size: the number of processes that record.
         run_id: the name of the training, in which the names of groups and rows are looked up: the same one after a
             restart that continues, so that half-recorded groups are completed and `give_rewards` finds earlier rows,
-            and a new one for a training that starts from scratch into the same store, whose names may begin again.
+            and a new one for a training that starts from scratch into the same store, whose names may repeat.
         columns: further columns, which `record(extra=...)` fills, such as routed experts per token:
             `Column("routed_experts", "int16", ragged=True, shape=(layers * top_k,), fill=0)`.
 
