@@ -542,7 +542,7 @@ class TrajectoryStorage(Storage):
         """
         if len(self):
             raise RunMismatchError(
-                f"the storage at {self.store.path} holds {len(self)} trajectories; load into a new one"
+                f"the storage at {self.store.path} contains {len(self)} trajectories; load into a new one"
             )
         try:
             source = TrajectoryStore.open(path, mode="r")
@@ -707,7 +707,7 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
         if outside.any():
             row = int(outside.argmax())
             raise DataError(
-                f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row]}, and it has {int(lengths[row])} tokens; "
+                f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row]}, but it has {int(lengths[row])} tokens; "
                 "the number must not exceed them"
             )
 
@@ -797,10 +797,10 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Al
             return plain
         odd = next((item for item in plain if item is None or isinstance(item, (bytes, bytearray))), "")
         if odd != "":
-            raise DataError(f"{key!r} holds {odd!r}, and the column '{column.name}' holds text; pass a str")
+            raise DataError(f"{key!r} contains {odd!r}, but the column '{column.name}' contains text; pass a str")
         return list(map(str, plain))
     if column.is_text:
-        raise DataError(f"{key!r} is a tensor, and the column '{column.name}' holds text")
+        raise DataError(f"{key!r} is a tensor, but the column '{column.name}' contains text")
     if column.ragged and value.values.ndim >= 2:  # all rows of the batch have one length
         value = as_ragged(value, n)
     values = value.values
@@ -815,17 +815,17 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Al
         if stored.itemsize < array.itemsize and bool((np.isinf(stored) & np.isfinite(array)).any()):
             large = array[np.isinf(stored) & np.isfinite(array)][0]
             raise DataError(
-                f"{key!r} holds {large}, which is too large for the column '{column.name}' ({column.dtype})"
+                f"{key!r} contains {large}, which is too large for the column '{column.name}' ({column.dtype})"
             )
         array = stored
     if not column.ragged:
         if len(array) != n:
             raise DataError(
-                f"{key!r} has {len(array)} values for {n} trajectories; the column '{column.name}' holds one each"
+                f"{key!r} has {len(array)} values for {n} trajectories; the column '{column.name}' needs one each"
             )
         return array
     if value.lengths is None:
-        raise DataError(f"{key!r} must hold one value per token, got shape {tuple(value.values.shape)}")
+        raise DataError(f"{key!r} must have one value per token, got shape {tuple(value.values.shape)}")
     like = alike.get(id(value.lengths))
     if like is not None:
         return like[1].beside(array)

@@ -112,7 +112,7 @@ def _lines(
         yield from _row_lines(rows)
     aside = f" ({', '.join(rows['not_compared'])} not compared)" if rows["not_compared"] else ""
     if same:
-        learned = "the same trajectories, and the same learning" if steps is not None else "the same trajectories"
+        learned = "the same trajectories and the same optimizer steps" if steps is not None else "the same trajectories"
         remark = f"{learned}; the settings listed above had no effect"
         yield f"{remark if config or apart else 'no difference'}{aside}"
         return

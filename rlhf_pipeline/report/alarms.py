@@ -147,7 +147,7 @@ def _stalled(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFold
         waited = now - (since or now)
         if not feeding and waited > SILENT_S:
             command = f"rlhf-pipeline collect --run {typed(run.address)}"
-            text = f"the learner has waited for {waited:.0f} s, and no collector is alive. Start one: {command}"
+            text = f"the learner has waited for {waited:.0f} s, but no collector is alive. Start one: {command}"
             yield Alarm(name="no_collector", severity="page", text=text, window_s=SILENT_S, since=since)
             return
     times = [row["time"] for row in rows if row.get("time")]

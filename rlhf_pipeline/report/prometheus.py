@@ -38,7 +38,7 @@ def metrics_served(run_dir: Address, port: int, host: str = LOCALHOST) -> Iterat
         client: Any = importlib.import_module("prometheus_client")
     except ImportError as error:
         raise DefinitionError(
-            "--metrics-port needs prometheus-client, and it cannot be imported. Install it: "
+            "--metrics-port needs prometheus-client, which cannot be imported. Install it: "
             "pip install prometheus-client"
         ) from error
     registry = client.CollectorRegistry()

@@ -201,7 +201,7 @@ def _set_template(tokenizer: Any, template: str | None) -> None:
         return
     if tokenizer is None:
         raise DefinitionError(
-            "policy.chat_template needs a tokenizer, and the model's folder has none. Copy its tokenizer to the folder."
+            "policy.chat_template needs a tokenizer, but the model's folder has none. Copy its tokenizer to the folder."
         )
     tokenizer.chat_template = template_text(template)
 

@@ -171,7 +171,7 @@ class CheckpointWriter:
         why = (
             "this machine has too little free memory for a copy of the learner's state"
             if self._learner.shards is None
-            else "several processes hold the learner's state in shards"
+            else "the learner's state is sharded over several processes"
         )
         self._say(f"the run waits for each checkpoint, because {why}.")
 

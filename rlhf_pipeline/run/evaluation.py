@@ -242,13 +242,13 @@ class Evaluations(ABC):
             reward_names = names_in(evaluation_set.store)
             if not reward_names and figures.get("evaluation/reward") is not None:
                 raise DefinitionError(
-                    f"{path} is {name!r}, and the evaluation of step {step} has no named reward and no component. "
+                    f"{path} is {name!r}, but the evaluation of step {step} has no named reward and no component. "
                     f"Set the name of the function, Reward(f, name={name!r}), or continue without it: --resume "
                     f"--set {path}=none"
                 )
             notify(
                 self._on_event,
-                f"{path} is {name!r}, and no completion of the evaluation of step {step} has a reward or component "
+                f"{path} is {name!r}, but no completion of the evaluation of step {step} has a reward or component "
                 "with that name; the names are: "
                 f"{', '.join(reward_names) or 'none'}.{did_you_mean(name, reward_names)}",
             )

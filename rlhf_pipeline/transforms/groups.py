@@ -270,7 +270,7 @@ def batch_of(group: Hashable, batch_groups: int) -> int:
     """Return the batch of a group."""
     if not isinstance(group, int):
         raise DataError(
-            f"batch_groups={batch_groups} counts groups by an integer group_id, and a trajectory's group is "
+            f"batch_groups={batch_groups} counts groups by an integer group_id, but a trajectory's group is "
             f"{group!r}. Use integers as group ids, or an estimator that needs no batch."
         )
     return group // batch_groups

@@ -145,7 +145,7 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
         if column.name not in data:
             if not column.optional:
                 raise BatchError(
-                    f"column '{column.name}' is missing from the batch, and it has no fill. "
+                    f"column '{column.name}' is missing from the batch, but it has no fill. "
                     f"Given: {', '.join(data) or 'nothing'}."
                 )
             continue

@@ -778,7 +778,7 @@ class Catalog:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
         segment = self.segments.get(ordinal)
         if segment is not None:
-            why = f"segment {ordinal} has {segment.rows} rows in this view, and this is row {row}"
+            why = f"segment {ordinal} has {segment.rows} rows in this view, but this is row {row}"
         elif ordinal in self.failed:
             why = f"segment {ordinal} is damaged"
         elif 0 <= ordinal < self.state.next_ordinal:

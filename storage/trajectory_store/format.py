@@ -71,7 +71,7 @@ def time_after(newest_ns: int) -> int:
     if now >= MAX_TIME_NS:
         raise WriteFailedError(
             errno.EOVERFLOW,
-            f"the time is {now} ns, and a store supports times below {MAX_TIME_NS} ns (in the year 2116). Nothing "
+            f"the time is {now} ns, but a store supports times below {MAX_TIME_NS} ns (in the year 2116). Nothing "
             "was written; set the clock of this machine, then append again",
         )
     return now

@@ -191,7 +191,7 @@ def slime(row: Fields) -> RawRollouts:
     values = row.row
     size, tokens = as_int(values["response_length"], "response_length"), as_ids(values["tokens"], "tokens")
     if not 0 <= size <= len(tokens):
-        raise DataError(f"response_length is {size}, and there are {len(tokens)} tokens.")
+        raise DataError(f"response_length is {size}, but there are {len(tokens)} tokens.")
     if values["status"] not in _SLIME:
         raise DataError(f"field 'status' must be one of {', '.join(_SLIME)}, got {values['status']!r}.")
     reason, failure = _SLIME[str(values["status"])]

@@ -100,7 +100,7 @@ class Request:
             raise DefinitionError(f"max_new_tokens is {limits.min()}; it must be at least 1.")
         if not lengths.all():
             raise DataError(
-                f"Prompt {int(lengths.argmin())} has no tokens, and a model needs at least one to start from. "
+                f"Prompt {int(lengths.argmin())} has no tokens, but a model needs at least one to start from. "
                 "Begin it with a BOS token, or drop it."
             )
         ids = np.fromiter(chain.from_iterable(self.prompts), np.int64, int(lengths.sum()))
@@ -116,7 +116,7 @@ class Request:
             if lengths[longest] >= positions:
                 raise DataError(
                     f"Prompt {longest} has {lengths[longest]} tokens; the model has {positions} positions "
-                    f"({positions_by}), and a completion needs at least one of them. Shorten or drop it."
+                    f"({positions_by}), but a completion needs at least one of them. Shorten or drop it."
                 )
             limits = np.minimum(limits, positions - np.repeat(lengths, self.group_size))
         return limits

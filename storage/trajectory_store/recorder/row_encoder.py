@@ -125,7 +125,7 @@ class Encoder:
         turns = sum(a == end != b for a, b in itertools.pairwise(ids)) + 1
         if turns > 1 and end is not None:
             raise BatchError(
-                f"the text of the completion has {turns} turns (the end token occurs within it), and the file does "
+                f"the text of the completion has {turns} turns (the end token occurs within it), but the file does "
                 "not record which turns came from an environment. Export the token ids and their mask."
             )
         return ids

@@ -434,7 +434,7 @@ class TrajectoryRecorder:
         if unknown:
             of_run = f" of run {run!r}" if run else ""
             raise BatchError(
-                f"{self.path} holds no completion named {unknown[0][1]!r}{of_run}; `record(names=...)` sets the names."
+                f"{self.path} has no completion named {unknown[0][1]!r}{of_run}; `record(names=...)` sets the names."
             )
         return [self._names.rows[run, key] if isinstance(key, str) else int(key) for key in keys]
 

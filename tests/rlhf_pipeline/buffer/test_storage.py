@@ -384,7 +384,7 @@ def test_state_dict_into_another_storage_keeps_strings(storage, make_rows, tmp_p
     for key in mine.keys(True, True):
         if key != keys.ROW_ID:
             torch.testing.assert_close(theirs[key], mine[key], equal_nan=True)
-    with pytest.raises(RunMismatchError, match="holds 3"):
+    with pytest.raises(RunMismatchError, match="contains 3"):
         other.load_state_dict(storage.state_dict())
     other.close()
     with pytest.raises(MissingPathError, match="gone"):
@@ -665,14 +665,14 @@ def test_a_reference_that_lacks_the_last_token_still_counts(storage, make_rows):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("num_prompt_tokens", torch.tensor(-1), "is -1, and it has 4 tokens"),
-        ("num_prompt_tokens", torch.tensor(5), "is 5, and it has 4 tokens"),
+        ("num_prompt_tokens", torch.tensor(-1), "is -1, but it has 4 tokens"),
+        ("num_prompt_tokens", torch.tensor(5), "is 5, but it has 4 tokens"),
         ("advantage", torch.zeros(5), "has 5 values for 4 tokens"),
         (("next", "reward"), torch.zeros(3), "has 3 values for 4 tokens"),
         ("advantage", torch.tensor([0.0, 0.0, 1.0, 2.0]), "differs between the tokens"),
         ("task_reward", torch.tensor(1e39, dtype=torch.float64), r"1e\+39, which is too large"),
-        ("prompt", None, "holds None"),
-        ("prompt", b"x", "holds b'x'"),
+        ("prompt", None, "contains None"),
+        ("prompt", b"x", "contains b'x'"),
     ],
 )
 def test_values_that_would_be_stored_as_others_are_refused(storage, make_rows, key, value, message):

@@ -61,7 +61,7 @@ def test_what_makes_no_difference_is_a_remark(cli: Cli, run_dir: Path, twin: Pat
     assert shown.code == 0
     assert "  pipeline.learn.keep_checkpoints  2 | 9" in shown.out
     assert "  columns only on the right: source" in shown.out
-    wanted = "the same trajectories, and the same learning; the settings listed above had no effect"
+    wanted = "the same trajectories and the same optimizer steps; the settings listed above had no effect"
     assert shown.out.splitlines()[-1].startswith(wanted)
     assert json.loads(cli("diff", run_dir, twin, "--json").out)["same"] is True
     shown = cli("diff", run_dir / "store", twin / "store")  # a store in a run is that run's
