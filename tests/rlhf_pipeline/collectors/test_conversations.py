@@ -132,6 +132,20 @@ def test_limits_end_a_conversation():
         assert len(conversation.turn_rewards) == conversation.num_turns
 
 
+def test_a_reply_is_shown_if_one_token_of_the_policy_fits_behind_it():
+    """A row that is limited to one token of the second turn has it; one token less ends it before the reply."""
+    number, row = next(
+        (number, conversation.row)
+        for number, conversation in enumerate(conversations(FrozenLake))
+        if conversation.row is not None and len(conversation.row.turn_spans) > 2
+    )
+    reply, second_turn = (start for start, _ in row.turn_spans[1:3])
+    for limit, end in ((second_turn + 1, second_turn + 1), (second_turn, reply)):
+        limited = conversations(FrozenLake, max_row_tokens=limit)[number].row
+        assert limited is not None
+        assert limited.ids == row.ids[:end]
+
+
 class Moody(FrozenLake):
     """Goes wrong in the second turn of some conversations, in the way that the class says."""
 

@@ -271,6 +271,8 @@ def test_rows_get_the_advantage_of_their_episode(estimator, rule, kl, tmp_path):
             np.testing.assert_array_equal(each[name][row], rows[name][number], name)
     for name in ("return", "advantage"):
         np.testing.assert_allclose(each[name][order], rows[name], rtol=0, atol=1e-6)
+    sampled = sum(int(mask.sum()) for mask in rows["assistant_mask"])
+    assert each["rollout"].num_tokens == rows["rollout"].num_tokens == sampled > 0
 
 
 def stored(path: Path, **collect: Any) -> TrajectoryReplayBuffer:
