@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -338,9 +339,16 @@ class FolderBucket(Bucket):
             )
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Put a file atomically: a reader sees all of it or nothing."""
+        """Put a file atomically: a reader sees all of it or nothing.
+
+        Raises:
+            CorruptionError: a folder of the path is a link, which a listing does not follow.
+        """
         self.check_unmoved()
         path = self.root / key
+        with suppress(FileNotFoundError):
+            for folder in accumulate(key.split("/")[:-1], "{}/{}".format):
+                fs.check_folder(self.root / folder)
         for attempt in range(_FOLDER_TRIES):
             temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{fs.token(8)}")
             with fs.explained(path, "writing"):

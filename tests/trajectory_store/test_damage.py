@@ -23,7 +23,7 @@ from pathlib import Path
 import google_crc32c
 import pytest
 
-from trajectory_store import StoreError, TrajectoryStore, format
+from trajectory_store import CorruptionError, StoreError, TrajectoryStore, format
 from trajectory_store.objects.archive import pack
 
 from ._folders import SCHEMA, everything, files, folders, in_memory, make, outcome, rows
@@ -378,6 +378,23 @@ def test_nothing_outside_is_read_or_changed_through_links(copies, tmp_path, back
                 raise AssertionError(f"{name} is a link: {type(error).__name__}: {error}") from error
         after = {file: file.read_bytes() for file in before if file.exists()}
         assert after == before, f"{name} is a link, and files outside have changed"
+
+
+@BACKENDS
+@pytest.mark.timeout(60)
+def test_a_catalog_behind_a_link_is_an_error(copies, tmp_path, backend):
+    """A writer waits for no record that a listing does not show, and puts no file through the link."""
+    path, outside = copies(backend, "compacted")[0](), tmp_path / "outside"
+    os.rename(path / "catalog", outside)
+    (path / "catalog").symlink_to(outside)
+    names = sorted(os.listdir(outside))
+    with (
+        pytest.raises(CorruptionError, match="catalog is a link, not a folder"),
+        pytest.warns(RuntimeWarning),
+        TrajectoryStore.open(path, "a") as store,
+    ):
+        store.append(rows([77]))
+    assert sorted(os.listdir(outside)) == names
 
 
 @exhaustive
