@@ -37,7 +37,7 @@ from rlhf_pipeline import (
 )
 from rlhf_pipeline.buffer.trajectory_schema import TURNS
 from rlhf_pipeline.collectors.conversations import Conversation, Conversations
-from rlhf_pipeline.collectors.sampled_rows import sampled_conversations
+from rlhf_pipeline.collectors.sampled_rows import num_turns, sampled_conversations
 from rlhf_pipeline.data.keys import ASSISTANT_MASK, POLICY_ROLE, TOKENS
 from rlhf_pipeline.environments.games import LAKE_ALPHABET
 from rlhf_pipeline.errors import DefinitionError
@@ -86,6 +86,9 @@ def test_log_probs_and_masks_are_those_of_the_policy(environment):
     done = conversations(environment, policy, **limits)
     assert {conversation.num_turns for conversation in done} > {1, 6}
     drawn = sampled_conversations(done, lambda _: "", group_size=4)
+    turns = num_turns(drawn)
+    assert turns is not None
+    assert turns.tolist() == [conversation.num_turns for conversation in done]
     lengths, assistant = drawn.lengths(TOKENS), drawn.numbers(ASSISTANT_MASK)
     ends = np.cumsum(lengths)
     for conversation, end, length in zip(done, ends.tolist(), lengths.tolist(), strict=True):
