@@ -269,7 +269,7 @@ def test_a_run_has_one_supervisor(tmp_path):
     pipeline = definitions.find("long_running").pipeline()
     with (
         process_lock(tmp_path / "processes", "supervisor"),
-        pytest.raises(RunExistsError, match=f"has a supervisor already: process {os.getpid()}"),
+        pytest.raises(RunExistsError, match=f"already has a process supervisor: {os.getpid()}"),
     ):
         supervise.supervise(Run(pipeline=pipeline, run_dir=tmp_path), SupervisorConfig())
     assert not list((tmp_path / "processes").glob("*.log"))
