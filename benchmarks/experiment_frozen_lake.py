@@ -40,7 +40,7 @@ EARLY = 40
 def shown_by(run: Path) -> dict[str, Any]:
     """Return what a run shows: its evaluations, the mean reward of its last rollouts, and how long it took."""
     rows = rows_of(run)
-    rewards = [row["task_reward"] for row in rows if row["task_reward"] is not None]
+    rewards = [row["task_reward"] for row in rows if row.get("task_reward") is not None]
     pass_at_1 = evaluations_of(run, "evaluation/pass@1")
     return {
         "steps of a rollout": len(rows) // len(rewards),

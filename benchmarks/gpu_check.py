@@ -138,11 +138,11 @@ def _killed_run(name: str, out: Path, limit: Limit, device: str, steps: int, kil
     if taken != [*range(1, len(lines) + 1)]:
         raise RuntimeError(f"steps are missing or repeated: {taken}")
     # Older rollouts were sampled by other weights, whose log-probs differ.
-    gaps = [line["sampler_gap"] for line in lines if line["staleness_max"] == 0 and line["sampler_gap"] is not None]
+    gaps = [line["sampler_gap"] for line in lines if line["staleness_max"] == 0 and "sampler_gap" in line]
     return {
         "steps": len(lines),
         "killed after": killed,
-        "reward": lines[-1]["task_reward"],
+        "reward": lines[-1].get("task_reward"),
         "sampler_gap": max(gaps, default=None),
         "seconds": round(time.monotonic() - started, 1),
     }

@@ -268,7 +268,7 @@ def _builtin(name: str) -> Definition:
             raise DefinitionError(f"'{name}' is a program, not a definition. Run it with: python {file}")
     beside = Path(f"{name}.py")
     if beside.is_file():
-        raise DefinitionError(f"there is no built-in pipeline '{name}'. For the local file, use ./{beside} .")
+        raise DefinitionError(f"there is no built-in pipeline '{name}'. For the local file, type ./{beside}")
     raise DefinitionError(
         f"there is no pipeline '{name}'.{did_you_mean(name, built_in)} `rlhf-pipeline list` shows all of them; your "
         "own definition is FILE.py[:function]."

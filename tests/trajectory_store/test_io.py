@@ -55,7 +55,7 @@ def test_bytes_on_demand(tmp_path):
     path.write_bytes(b"0123")
     with pytest.raises(CorruptionError, match="ends at byte 4"):
         file[2:8]
-    with pytest.raises(CorruptionError, match="cut short"):
+    with pytest.raises(CorruptionError, match="has 4 bytes, but its metadata specifies 10"):
         PreadBytes(path, 10)
 
 

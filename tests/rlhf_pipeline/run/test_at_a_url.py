@@ -77,7 +77,7 @@ def test_a_run_that_was_killed_continues(url: str, children: Children, said: Com
     first = children.run("run", *PIPELINE, "--steps", "100000", "--out", url)
     run = RunFolder(url)
     first.until(lambda: run.record.exists and run.rows(run.metrics_file).last_step >= 3, seconds=LATE_S, every=0.2)
-    assert f"already has a process run: {first.pid}" in said("run", "--resume", "--out", url, code=2)
+    assert f"already has a process run: process {first.pid}" in said("run", "--resume", "--out", url, code=2)
     first.kill()
     steps = len(RunFolder(url).metrics)
     assert "continuing after step" in said("run", "--resume", "--out", url, "--steps", str(steps + 1))

@@ -130,7 +130,7 @@ def test_all_right_at_a_cost_is_right_by_the_named_reward(tmp_path: Path) -> Non
     assert (line["evaluation/pass@1"], line["evaluation/reward"], line["evaluation/reward/right"]) == (1.0, 0.75, 1.0)
     asked = replace(asked, evaluate=replace(held_out, success="rihgt", best=None))
     run(asked, run_dir=tmp_path / "other", on_event=events.append)
-    assert lines_of(tmp_path / "other")[0]["evaluation/pass@1"] is None
+    assert lines_of(tmp_path / "other")[0].get("evaluation/pass@1") is None
     said = [one.message for one in events if isinstance(one, Notice)]
     assert any("evaluate.success is 'rihgt'" in one and "there are: cost, right" in one for one in said)
 

@@ -492,7 +492,7 @@ def test_old_checkpoints_that_cannot_be_removed_stop_the_run(tmp_path, monkeypat
     """Their files are removed in the thread; the error names them, and a resumed run removes them."""
     with monkeypatch.context() as patch, loop_in(tmp_path / "run", PIPELINE_OF_ONE) as loop:
         patch.setattr(shutil, "rmtree", failing)
-        with pytest.raises(OSError, match=r"old checkpoints \(step-00000000\) stay: Read-only"):
+        with pytest.raises(OSError, match=r"old checkpoints \(step-00000000\) were not removed: Read-only"):
             loop.run()
     assert (tmp_path / "run/checkpoints/.step-00000000.gone").is_dir()
     with loop_in(tmp_path / "run", PIPELINE_OF_ONE) as loop:

@@ -284,7 +284,7 @@ def test_a_name_is_free_once_its_lease_is_not_renewed(memory, short):
     holder, other = Leases(bucket(memory)), Leases(bucket(memory))
     with holder.hold("learner", "a", wait_s=0, report=dict):
         taken = other.hold("learner", "b", wait_s=0, report=dict)
-        with pytest.raises(RunExistsError, match="learner already: process"), taken:
+        with pytest.raises(RunExistsError, match="already has a process learner: process"), taken:
             pass
         time.sleep(0.8)
         assert other.living() == {"learner"}

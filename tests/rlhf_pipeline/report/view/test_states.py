@@ -176,7 +176,7 @@ def test_a_removed_run_is_reported(tmp_path: Path):
         assert not view.changes().get("gone")
         shutil.rmtree(run)
         assert view.changes()["gone"]
-        with pytest.raises(Exception, match="is gone"):
+        with pytest.raises(Exception, match="no longer exists"):
             view.about()
 
 
