@@ -132,7 +132,7 @@ def test_all_right_at_a_cost_is_right_by_the_named_reward(tmp_path: Path) -> Non
     run(asked, run_dir=tmp_path / "other", on_event=events.append)
     assert lines_of(tmp_path / "other")[0].get("evaluation/pass@1") is None
     said = [one.message for one in events if isinstance(one, Notice)]
-    assert any("evaluate.success is 'rihgt'" in one and "there are: cost, right" in one for one in said)
+    assert any("evaluate.success is 'rihgt'" in one and "the names are: cost, right" in one for one in said)
 
 
 def test_sets_are_checked_and_set_by_name() -> None:

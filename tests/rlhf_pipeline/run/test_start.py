@@ -79,7 +79,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path):
         assert row["ess"] == pytest.approx(metrics[number]["ess"])
     assert [row["use_count"] for row in metrics] == [row["use_count_max"] for row in metrics] == [1, 2, 1, 2, 1, 2]
     assert ["task_reward" not in row for row in metrics] == [False, True] * 3
-    documented = {"kl_k1", "clip_fraction", "ess", "entropy", "grad_norm", "staleness", "padding_efficiency"}
+    documented = {"clip_fraction", "ess", "entropy", "grad_norm", "staleness", "padding_efficiency"}
     assert all(documented <= row.keys() for row in metrics)
     assert metrics[2]["task_reward"] == pytest.approx(rewards[versions == 2].mean())
     meta = json.loads(rows["meta"][0])
