@@ -36,7 +36,7 @@ class Binding:
 
     @property
     def word(self) -> str:
-        """The name as it is compared: without the underscores before it, in small letters."""
+        """The name in the form that is compared: lower case, without leading underscores."""
         return self.name.lstrip("_").lower()
 
 

@@ -361,12 +361,15 @@ class View:
             conditions.append(condition_on("prompt", "==", self._prompt_of(prompt_of).decode()))
         return conditions
 
+    @property
+    def _notes(self) -> Notes | None:
+        """The notes beside the run; None if the store has columns with the names that conditions on notes use."""
+        return None if {"label", "noted"}.intersection(self.stored.columns) else Notes(self.address)
+
     def _resolved(self, where: Sequence[str]) -> list[str]:
         """Return conditions as `select` reads them: those on notes are conditions on the ids of the noted rows."""
-        if {"label", "noted"}.intersection(self.stored.columns):
-            return [*where]
-        notes = Notes(self.address)
-        return [notes.resolved(condition) for condition in where]
+        notes = self._notes
+        return [*where] if notes is None else [notes.resolved(condition) for condition in where]
 
     def _meeting(self, where: Sequence[str], prompt_of: int | None, among: MatchingRows) -> MatchingRows:
         if where:
@@ -808,9 +811,8 @@ class View:
             for name, num in reasons
             if name
         ]
-        if not {"label", "noted"}.intersection(self.stored.columns):
-            noted = Notes(self.address).counts(among)
-            counted += [{"name": name, "where": condition, "num": num} for name, condition, num in noted]
+        if (notes := self._notes) is not None:
+            counted += [{"name": name, "where": condition, "num": num} for name, condition, num in notes.counts(among)]
         return {"kinds": [kind for kind in counted if kind["num"]]}
 
     def list(self, name: str, *, cause: str = "", offset: int = 0) -> Answer:

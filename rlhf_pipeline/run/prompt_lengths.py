@@ -127,7 +127,7 @@ def sampling_notices(pipeline: Pipeline, policy: TokenPolicy) -> Iterator[str]:
     has_template = getattr(tokenizer, "chat_template", None) is not None
     yield from template_notices(pipeline, policy)
     for part in _parts(pipeline.prompts):
-        if getattr(part, "as_chat", False) and not has_template:  # a source without this setting takes what there is
+        if getattr(part, "as_chat", False) and not has_template:  # other sources need no template
             advice = (
                 "--set prompts.as_chat=false has the same effect without this notice."
                 if part is pipeline.prompts and is_dataclass(part)
