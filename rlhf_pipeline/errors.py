@@ -7,18 +7,18 @@
     +-- DataError (ValueError)            a prompt file, a trajectory or a batch is invalid
     |   +-- MissingKeyError (KeyError)    a batch or a store lacks the requested key
     |   +-- IncompleteError (RuntimeError)  a trajectory has no end
-    +-- MissingPathError (FileNotFoundError)   a named folder or file does not exist
-    +-- RunExistsError (FileExistsError)  the run folder is taken
+    +-- MissingPathError (FileNotFoundError)   a given folder or file does not exist
+    +-- RunExistsError (FileExistsError)  the run folder already exists
     |   +-- LeaseLostError                another process, perhaps on another machine, has taken over
-    +-- RunMismatchError (ValueError)     a resumed run or replay does not match what was recorded
-    +-- RunStorageError (OSError)         the run folder cannot be written: a full disk, a lost mount
+    +-- RunMismatchError (ValueError)     a resumed run or replay does not match the record
+    +-- RunStorageError (OSError)         the run folder cannot be written: the disk is full, or a mount is lost
     +-- RewardError (RuntimeError)        every reward call of a step failed
-    +-- StopAskedError (RuntimeError)     a signal asked to stop while reward calls ran; no part of it is stored
-    +-- EngineError (RuntimeError)        an external engine cannot be reached, or gives an invalid answer
-    +-- ProcessFailedError (RuntimeError) a process of a run cannot be kept alive
+    +-- StopAskedError (RuntimeError)     a signal requested a stop while reward calls were running
+    +-- EngineError (RuntimeError)        an external engine is unreachable, or returns an invalid response
+    +-- ProcessFailedError (RuntimeError) a process of a run failed repeatedly
 
-The store has its own tree, `trajectory_store.StoreError`. Every message names the value seen, its place and the next
-command. Each class is also a standard error, so `except ValueError` keeps working.
+The store has its own tree, `trajectory_store.StoreError`. Every message reports the value, its location and the next
+command. Each class is also a standard error, so `except ValueError` works.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def no_such_field(name: str, names: Iterable[str]) -> str:
 
 
 class PipelineError(Exception):
-    """The base class of all errors of this package. Its text is safe for a terminal."""
+    """The base class of all errors of this package. Its text is safe to print to a terminal."""
 
     def __str__(self) -> str:
         return plain(super().__str__())

@@ -27,8 +27,8 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "num_taught",
                 "trajectories",
-                "trajectories of the batch that change the weights (with a gradient, and weight in the loss); the "
-                "ledger lists the others",
+                "trajectories of the batch that affect the weights (those with a gradient and a weight in the loss); "
+                "the ledger lists the others",
             ),
             Figure("watermark", "trajectories", "trajectories stored when the batch was chosen"),
             Figure("lr", "", "learning rate of the step"),
@@ -40,45 +40,49 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         (
             Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
             Figure("task_reward", "reward", "mean over the trajectories collected since the last step, before shaping"),
-            Figure("num_failed", "trajectories", "trajectories of these whose environment or reward function failed"),
+            Figure(
+                "num_failed", "trajectories", "those of these trajectories whose environment or reward function failed"
+            ),
             Figure("completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("completion_length_max", "tokens", "largest number of tokens after a prompt"),
             Figure("cut_off", "share", "share of completions that ended at `collect.max_new_tokens`"),
             Figure("turns", "turns", "mean number of the policy's turns; only with an environment"),
             Figure("reward_std_in_group", "reward", "standard deviation of the rewards of a group, mean over groups"),
             Figure("flat_groups", "share", "share of groups whose rewards are all equal"),
-            Figure("rounds", "rounds", "with `collect.dynamic`: rounds that the rollout took"),
+            Figure("rounds", "rounds", "with `collect.dynamic`: number of rounds of the rollout"),
             Figure(
                 "dropped_groups",
                 "share",
-                "with `collect.dynamic`: share without spread among the groups up to the last one that was needed",
+                "with `collect.dynamic`: share of dropped groups among all groups up to the last required one",
             ),
             Figure(
                 "source_weight/N", "share", "with a curriculum: weight of source N, from 0, for the rollout's prompts"
             ),
-            Figure("reward/NAME", "reward", "mean result of the reward NAME where it applies, without its weight"),
+            Figure("reward/NAME", "reward", "mean of the reward NAME where it applies, unweighted"),
             Figure(
                 "reward/SOURCE",
                 "reward",
-                "mean reward of the trajectories of one source of a mixture (named by its file, otherwise its class), "
-                "or of one of several environments",
+                "mean reward of the trajectories of one source of a mixture (named after its file, otherwise after its "
+                "class), or of one of several environments",
             ),
-            Figure(
-                "reward_failed/NAME", "trajectories", "trajectories that failed and have no result of the reward NAME"
-            ),
-            Figure("failed/KIND", "trajectories", "trajectories without a reward by `failure_reason`; omitted at 0"),
+            Figure("reward_failed/NAME", "trajectories", "failed trajectories without a value of the reward NAME"),
+            Figure("failed/KIND", "trajectories", "trajectories without a reward, by `failure_reason`; omitted if 0"),
             Figure("rollout_s", "s", "time for sampling, grading and storing the rollout"),
             Figure("tokens_per_s", "tokens/s", "sampling speed during that time"),
             Figure("kl_coef", "reward/nat", "weight of the KL penalty in the rewards of the step's trajectories"),
         ),
     ),
     (
-        "Evaluations, of the weights after the step; of a set with a name: evaluation/SET/...",
+        "Evaluations of the weights after the step (for a named set: evaluation/SET/...)",
         (
             Figure("evaluation/reward", "reward", "mean over prompts of the mean reward of their completions"),
             Figure("evaluation/reward_low", "reward", "lower end of its 95 % normal interval over prompts"),
             Figure("evaluation/reward_high", "reward", "upper end"),
-            Figure("evaluation/pass@K", "share", "unbiased estimate of the prompts that one of K completions solves"),
+            Figure(
+                "evaluation/pass@K",
+                "share",
+                "unbiased estimate of the prompts that at least one of K completions solves",
+            ),
             Figure("evaluation/reward/NAME", "reward", "mean over prompts of the reward or component NAME, unweighted"),
             Figure("evaluation/completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("evaluation/cut_off", "share", "share of completions that ended at the limit"),
@@ -94,12 +98,12 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
     (
         "The step's trajectories",
         (
-            Figure("advantage_std", "", "standard deviation of their advantages"),
+            Figure("advantage_std", "", "standard deviation of the advantages"),
             Figure("staleness", "steps", "mean age: `policy_version` minus the oldest version that sampled them"),
             Figure("staleness_max", "steps", "largest age"),
             Figure("use_count", "steps", "mean number of steps that have used a trajectory, including this step"),
-            Figure("use_count_max", "steps", "largest such number"),
-            Figure("kl_k1", "nats/token", "behaviour policy against reference, mean of `log p - log q`"),
+            Figure("use_count_max", "steps", "maximum of this number"),
+            Figure("kl_k1", "nats/token", "KL of the behaviour policy against the reference, mean of `log p - log q`"),
             Figure("kl_k2", "nats/token", "the same, estimated by half the squared difference"),
             Figure("kl_k3", "nats/token", "the same, estimated by `q/p - 1 - log(q/p)`, which is never negative"),
             Figure("kl_per_trajectory", "nats", "`kl_k1` summed over a trajectory, mean over trajectories"),
@@ -110,27 +114,29 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         (
             Figure("loss", "", "the sum of its parts"),
             Figure("loss_objective", "", "the policy loss"),
-            Figure("loss_entropy", "", "the entropy bonus, negative"),
+            Figure("loss_entropy", "", "the negative entropy bonus"),
             Figure("loss_kl_to_ref", "", "the KL term against the reference"),
             Figure("loss_kl_to_inference", "", "the KL term against the behaviour policy"),
-            Figure("clip_fraction", "share", "share of tokens at which the clip is active"),
+            Figure("clip_fraction", "share", "share of tokens for which the clip is active"),
             Figure("clip_fraction_low", "share", "share of tokens clipped at the lower bound"),
             Figure("clip_fraction_high", "share", "share of tokens clipped at the upper bound"),
             Figure("entropy", "nats/token", "entropy of the policy at the sampling temperature"),
-            Figure("ess", "share", "effective sample size of the token ratios, 1 on-policy"),
+            Figure("ess", "share", "effective sample size of the token ratios; 1 if on-policy"),
             Figure("ess_sequence", "share", "effective sample size of the ratios of complete completions"),
-            Figure("ess_weight", "share", "mean weight that the guard `sample.min_ess` gave; absent without it"),
+            Figure("ess_weight", "share", "mean weight from the guard `sample.min_ess`; absent without the guard"),
             Figure("kl_approx", "nats/token", "KL of the clip's reference log-probs against the policy, by k1"),
-            Figure("kl_to_ref", "nats/token", "policy against reference, by `loss.kl_estimator`"),
-            Figure("kl_to_inference", "nats/token", "behaviour policy against policy"),
-            Figure("sampler_gap", "nats/token", "mean absolute difference of the policy's log-probs and the sampler's"),
+            Figure("kl_to_ref", "nats/token", "KL of the policy against the reference, by `loss.kl_estimator`"),
+            Figure("kl_to_inference", "nats/token", "KL of the behaviour policy against the policy"),
+            Figure(
+                "sampler_gap", "nats/token", "mean absolute difference between the policy's and the sampler's log-probs"
+            ),
         ),
     ),
     (
         "Time and memory of the update",
         (
             Figure("processes", "processes", "processes that share the step"),
-            Figure("num_tokens", "tokens", "tokens of the step's trajectories, prompts included"),
+            Figure("num_tokens", "tokens", "tokens of the step's trajectories, including prompts"),
             Figure("num_scored_tokens", "tokens", "tokens with a loss"),
             Figure("num_unscored_tokens", "tokens", "tokens excluded because a log-prob is not finite"),
             Figure(
@@ -164,10 +170,10 @@ def figures() -> dict[str, Figure]:
 
 
 def figure_of(name: str) -> Figure | None:
-    """Return what a field of a line is, also of those whose name has a part that varies; None for a custom field.
+    """Return the unit and meaning of a field, including fields whose names contain a variable; None for a custom field.
 
     >>> figure_of("reward/format").meaning, figure_of("evaluation/pass@4").unit, figure_of("mine")
-    ('mean result of the reward NAME where it applies, without its weight', 'share', None)
+    ('mean of the reward NAME where it applies, unweighted', 'share', None)
     >>> [figure_of(f"evaluation/{name}").unit for name in ("hard/pass@4", "hard/reward/format", "reward/format")]
     ['share', 'reward', 'reward']
     """
@@ -186,8 +192,8 @@ def page() -> Iterator[str]:
     """Yield docs/metrics.md."""
     yield "# Metrics"
     yield ""
-    yield "`metrics.jsonl` has one line per optimizer step. A figure without a value in a step is absent from its"
-    yield "line, and null in the lines of earlier versions. This page is generated by"
+    yield "`metrics.jsonl` has one line per optimizer step. A figure without a value in a step is absent from the line"
+    yield "of that step; earlier versions wrote null. This page is generated by"
     yield "`rlhf-pipeline config metrics --markdown > docs/metrics.md`."
     for title, group in GROUPS:
         yield from ("", f"## {title}", "", "| name | unit | meaning |", "|---|---|---|")

@@ -2,27 +2,27 @@
 
     StoreError
     +-- SchemaError (ValueError)              a schema or column definition is wrong
-    |   +-- UnknownColumnError                a column that the schema does not have
-    |   +-- TokenizerNotFoundError (FileNotFoundError)  no folder of the name of a tokenizer
-    +-- BatchError (ValueError)               rows that do not fit the schema
+    |   +-- UnknownColumnError                the schema does not have the column
+    |   +-- TokenizerNotFoundError (FileNotFoundError)  the tokenizer folder does not exist
+    +-- BatchError (ValueError)               rows do not match the schema
     +-- StoreNotFoundError (FileNotFoundError)
     +-- StoreExistsError (FileExistsError)
-    +-- NotAStoreError (ValueError)           the folder holds something else
+    +-- NotAStoreError (ValueError)           the folder is not a store
     +-- FormatVersionError (ValueError)       written by another version of the format
-    +-- StoreBusyError (BlockingIOError)      another process has it for itself
+    +-- StoreBusyError (BlockingIOError)      another process has exclusive use of the store
     +-- StoreClosedError (ValueError)         used after close()
-    +-- ReadOnlyError (PermissionError)       a write through a reader
-    +-- MissingRowError (LookupError)         an id that is not, or no longer, in the store
-    |   +-- PlaceError (IndexError)           a place in the order of arrival that has no row
-    |   +-- SegmentGoneError                  its segment was removed since the last refresh
-    |   +-- SnapshotGoneError                 the values as of a snapshot were folded into later ones
-    +-- WriteFailedError (OSError)            the disk is full or failing; nothing acknowledged is lost
-    |   +-- UnsyncedError                     what was written is in the store, and may not be on the disk
-    +-- ReadFailedError (OSError)             the file system failed to deliver bytes
-    +-- CorruptionError (ValueError)          the files contradict themselves
+    +-- ReadOnlyError (PermissionError)       a write to a store that is open for reading only
+    +-- MissingRowError (LookupError)         an id is not, or no longer, in the store
+    |   +-- PlaceError (IndexError)           no row at this position in the order of arrival
+    |   +-- SegmentGoneError                  the segment was removed since the last refresh
+    |   +-- SnapshotGoneError                 the values as of a snapshot were merged into later values
+    +-- WriteFailedError (OSError)            the disk is full or failing; no acknowledged row is lost
+    |   +-- UnsyncedError                     the written rows are in the store, but may not be on the disk
+    +-- ReadFailedError (OSError)             the file system could not read the data
+    +-- CorruptionError (ValueError)          the files are corrupted or inconsistent
     +-- MissingPackageError (ImportError)     an optional package is not installed
 
-Every message states what was found, where, and what to do next.
+Every message reports the problem, its location and the next step.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StoreClosedError(StoreError, ValueError):
 
 
 class ReadOnlyError(StoreError, PermissionError):
-    """A reader was used to write."""
+    """A write was attempted on a store that is open for reading only."""
 
 
 class MissingRowError(StoreError, LookupError):
@@ -103,15 +103,15 @@ class UnsyncedError(WriteFailedError):
 
 
 class ReadFailedError(StoreError, OSError):
-    """The file system failed to return the bytes."""
+    """The file system could not read the data."""
 
 
 class CorruptionError(StoreError, ValueError):
-    """The files contradict themselves."""
+    """The files are corrupted or inconsistent."""
 
 
 class DamageFoundError(CorruptionError):
-    """Newly detected corruption: the read is repeated without it, so no caller sees this error."""
+    """A read detected corruption; it is repeated without the corrupted rows, so no caller receives this error."""
 
 
 class MissingPackageError(StoreError, ImportError):
@@ -129,7 +129,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return a sentence that names the nearest known name, or lists them all.
+    """Return a sentence with the nearest known name, or with all known names.
 
     >>> did_you_mean("input_idz", ["input_ids", "reward"])
     " Did you mean 'input_ids'?"
