@@ -146,7 +146,7 @@ def test_a_call_that_never_returns_is_a_timeout():
 def test_a_request_to_stop_names_the_call_and_gives_up():
     """The rollout is given up after a moment; the message says which call was waited for."""
     held = threading.Event()
-    with Grader(bind(lambda completion: held.wait())).begin(1) as grading:
+    with Grader(bind(lambda completion: held.wait(20.0))).begin(1) as grading:
         grading.add(0, several(1)[0], ended=True)
         with pytest.raises(StopAskedError, match=r"the reward function function on completion 0 \(prompt 'prompt 0'\)"):
             grading.results(stop=lambda: True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.learner.step_plan import part_of_rollout
 from rlhf_pipeline.run.events import RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.start import run
 from tests.rlhf_pipeline.run.processes.test_learn import stop_at
 from tests.rlhf_pipeline.small import collect, learn, tiny, weights
@@ -20,7 +22,17 @@ from tests.rlhf_pipeline.small import collect, learn, tiny, weights
 def in_parts(steps: int, **changes: str) -> Pipeline:
     """A run of two passes in three parts over rollouts of 8 trajectories."""
     shape = {"collect__prompts_per_rollout": "2", "collect__group_size": "4", "buffer__max_staleness": "0"}
-    return tiny(**{**shape, "learn__epochs": "2", "learn__minibatches": "3", "learn__steps": str(steps), **changes})
+    shape |= {"learn__epochs": "2", "learn__minibatches": "3", "learn__keep_checkpoints": "9"}
+    return tiny(**{**shape, "learn__steps": str(steps), **changes})
+
+
+def assert_replayed(pipeline: Pipeline, run_dir: Path, *, from_step: int) -> None:
+    """All steps from this one on are the recorded ones, bit for bit."""
+    steps = list(rerun(pipeline, plan_rerun(run_dir, from_step=from_step), seed=0, device="cpu"))
+    last = pipeline.learn.steps
+    assert [(step.step, step.ok and step.same_bits) for step in steps] == [
+        (n, True) for n in range(from_step, last + 1)
+    ]
 
 
 def test_parts_are_disjoint_and_whole_and_new_in_each_pass():
@@ -40,7 +52,7 @@ def test_parts_are_disjoint_and_whole_and_new_in_each_pass():
 
 @pytest.mark.parametrize("loss", [{}, {"loss__tis_cap": "2"}], ids=["plain", "scored before"])
 def test_a_run_takes_each_part_once_and_resumes_within_a_rollout(tmp_path, loss):
-    """Two rollouts, each in two passes of three steps; stopped in a pass and resumed, the weights are the same."""
+    """Two rollouts, each in two passes of three steps; stopped in a pass and resumed, or replayed, it is the same."""
     run(in_parts(12, **loss), run_dir=tmp_path / "straight")
     folder = RunFolder(tmp_path / "straight")
     used = [row["trajectory_ids"] for row in folder.ledger]
@@ -55,6 +67,7 @@ def test_a_run_takes_each_part_once_and_resumes_within_a_rollout(tmp_path, loss)
         run(in_parts(steps, **loss), run_dir=tmp_path / "cut", resume=steps > 4)
     assert weights(tmp_path / "cut") == weights(tmp_path / "straight")
     assert [row["trajectory_ids"] for row in RunFolder(tmp_path / "cut").ledger] == used
+    assert_replayed(in_parts(12, **loss), tmp_path / "straight", from_step=7)
 
 
 def test_two_parts_of_an_even_gradient_are_the_whole(tmp_path):
@@ -68,8 +81,11 @@ def test_two_parts_of_an_even_gradient_are_the_whole(tmp_path):
 
 
 def test_a_learner_beside_collectors_takes_each_part_once(tmp_path):
-    """A rollout that arrived, over a learner that is stopped in a pass and started again: the parts of a run alone."""
-    asked = in_parts(6)
+    """A rollout that arrived, over a learner that is stopped in a pass and started again: the parts of a run alone.
+
+    The loss scores the whole rollout before its first step, and so does a replay.
+    """
+    asked = in_parts(6, loss__tis_cap="2")
     run(asked, run_dir=tmp_path / "alone")
     run_dir = tmp_path / "several"
     learn(asked, run_dir=run_dir, on_event=stop_at(RunStarted))
@@ -79,3 +95,4 @@ def test_a_learner_beside_collectors_takes_each_part_once(tmp_path):
     used = [row["trajectory_ids"] for row in RunFolder(run_dir).ledger]
     assert used == [row["trajectory_ids"] for row in RunFolder(tmp_path / "alone").ledger]
     assert weights(run_dir) == weights(tmp_path / "alone")
+    assert_replayed(asked, run_dir, from_step=1)

@@ -76,6 +76,20 @@ def forge(run: RunFolder, save: Callable[[Path], object]) -> None:
     publish(run, said, save=save)
 
 
+@pytest.mark.parametrize("starts", ["alone", "with a learner"])
+def test_a_collector_reports_what_it_waits_for(run, tmp_path, children, starts):
+    """The first weights, or the steps of a learner: its heartbeat does not keep an earlier state."""
+    is_alone = starts == "alone"
+    run_dir = tmp_path / "alone" if is_alone else run.path
+    state = f"waiting for the {'first weights' if is_alone else 'learner'}"
+    collector = children.fork(lambda: collect(PIPELINE, run_dir=run_dir))
+    beat = collector.until(
+        lambda: (beat := read_heartbeat(run_dir / "processes", "collector-0")).get("state") == state and beat,
+        seconds=60.0,
+    )
+    assert (beat["version"], beat["rollouts"]) == ((-1, 0) if is_alone else (2, 4))
+
+
 def test_damaged_weights_are_named_refused_and_published_again(run):
     """One flipped byte: `verify` names the file, a collector does not load it, and a learner that starts mends it."""
     said = read_published(run)

@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_pipeline import definitions
 from rlhf_pipeline.errors import DefinitionError, ProcessFailedError, RunExistsError
+from rlhf_pipeline.run.events import Event, EventHandler, Notice, ignore_events
 from rlhf_pipeline.run.processes import supervise
 from rlhf_pipeline.run.processes.heartbeat import RENEWAL_S, Heartbeat, is_alive, process_lock, read_heartbeat
 from rlhf_pipeline.run.processes.launch import PLACE, Subprocesses
@@ -83,7 +84,14 @@ def command(run_dir: Path, name: str, body: str, parent: int | None = None) -> l
     return [sys.executable, "-c", code, str(run_dir), name, str(parent or os.getpid())]
 
 
-def supervisor(run_dir: Path, *, learner: str = LEARNER, collector: str = COLLECTOR, **settings) -> Supervisor:
+def supervisor(
+    run_dir: Path,
+    *,
+    learner: str = LEARNER,
+    collector: str = COLLECTOR,
+    on_event: EventHandler = ignore_events,
+    **settings,
+) -> Supervisor:
     (run_dir / "processes").mkdir(parents=True, exist_ok=True)
     return Supervisor(
         run_dir,
@@ -94,6 +102,7 @@ def supervisor(run_dir: Path, *, learner: str = LEARNER, collector: str = COLLEC
         SupervisorConfig(**{"first_delay_s": 0.05, "stop_timeout_s": 20.0, **settings}),
         total_steps=9,
         heartbeat=Heartbeat(run_dir / "processes", "supervisor"),
+        on_event=on_event,
     )
 
 
@@ -155,15 +164,20 @@ def test_a_rollout_without_end_is_killed_if_a_limit_is_set(tmp_path, caplog):
 
 
 def test_it_gives_up_after_failures_in_a_row_without_progress(tmp_path):
-    """The error names the log and the last line; the other process was asked to stop, and has left."""
+    """A notice reports each restart, the error names the log and the last line; the other process has left."""
+    events: list[Event] = []
     learner = "heartbeat.beat('starting'); sys.exit('the disk is full')"
-    watched = supervisor(tmp_path, learner=learner, max_failures=3)
+    watched = supervisor(tmp_path, learner=learner, max_failures=3, on_event=events.append)
     with pytest.raises(ProcessFailedError, match="learner ended with code 1, 3 consecutive failures") as raised:
         watched.work(StopRequest())
     assert "Last line of stderr: the disk is full" in str(raised.value)
     assert str(tmp_path / "processes" / "learner.log") in str(raised.value)
     assert "rlhf-pipeline run --resume --out" in str(raised.value)
     assert num_starts(tmp_path, "learner") == 3
+    assert events == [
+        Notice(message=f"learner ended with code 1; it is restarted in {delay} s.", level="warning")
+        for delay in ("0.05", "0.1")
+    ]
     assert_all_gone(watched)
 
 
