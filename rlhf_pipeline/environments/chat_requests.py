@@ -77,9 +77,9 @@ PARAMETERS: Final = (
     Parameter(
         name="messages",
         treatment=HONOURED,
-        rule="text, or parts of text; an image, audio or a file is rejected. `developer` is read as `system`",
+        rule="text, or parts of text; images, audio and files are rejected. `developer` is treated as `system`",
     ),
-    Parameter(name="model", treatment=IGNORED, rule="any name; the response repeats it"),
+    Parameter(name="model", treatment=IGNORED, rule="any name is accepted; the response repeats it"),
     Parameter(name="tools", treatment=HONOURED, rule="functions, shown through the chat template"),
     Parameter(
         name="tool_choice",
@@ -93,14 +93,14 @@ PARAMETERS: Final = (
         rule="`true`, the default, is accepted: a policy may write several calls",
         accepts=_is_true,
     ),
-    Parameter(name="n", treatment=HONOURED, rule=f"1 to {MOST_CHOICES} samples; each is a row"),
+    Parameter(name="n", treatment=HONOURED, rule=f"1 to {MOST_CHOICES} samples; each sample is a row"),
     Parameter(
         name="seed",
         treatment=HONOURED,
-        rule="another seed draws another sample; the run's seed also has an effect",
+        rule="another seed draws another sample; the sample also depends on the seed of the run",
     ),
-    Parameter(name="stream", treatment=HONOURED, rule="chunks of the finished text"),
-    Parameter(name="stream_options", treatment=HONOURED, rule="`include_usage`"),
+    Parameter(name="stream", treatment=HONOURED, rule="the finished text is sent in chunks"),
+    Parameter(name="stream_options", treatment=HONOURED, rule="`include_usage` is supported"),
     Parameter(
         name="temperature",
         treatment=IGNORED,
@@ -112,7 +112,7 @@ PARAMETERS: Final = (
         treatment=IGNORED,
         rule="`collect.max_new_tokens` is the limit, with `finish_reason` `length`",
     ),
-    Parameter(name="max_completion_tokens", treatment=IGNORED, rule="as `max_tokens`"),
+    Parameter(name="max_completion_tokens", treatment=IGNORED, rule="see `max_tokens`"),
     Parameter(name="stop", treatment=REJECTED, rule="set `collect.stop`", accepts=_is_off),
     Parameter(
         name="response_format",
@@ -126,30 +126,32 @@ PARAMETERS: Final = (
         rule="`false` is accepted; log-probs are stored with the row",
         accepts=_is_off,
     ),
-    Parameter(name="top_logprobs", treatment=REJECTED, rule="as `logprobs`", accepts=_is_off),
+    Parameter(name="top_logprobs", treatment=REJECTED, rule="log-probs are stored with the row", accepts=_is_off),
     Parameter(
         name="presence_penalty", treatment=REJECTED, rule="it would change log-probs; 0 is accepted", accepts=_is_off
     ),
-    Parameter(name="frequency_penalty", treatment=REJECTED, rule="as `presence_penalty`", accepts=_is_off),
-    Parameter(name="logit_bias", treatment=REJECTED, rule="as `presence_penalty`", accepts=_is_off),
+    Parameter(
+        name="frequency_penalty", treatment=REJECTED, rule="it would change log-probs; 0 is accepted", accepts=_is_off
+    ),
+    Parameter(name="logit_bias", treatment=REJECTED, rule="it would change log-probs", accepts=_is_off),
     Parameter(name="functions", treatment=REJECTED, rule="use `tools`", accepts=_is_off),
     Parameter(name="function_call", treatment=REJECTED, rule="use `tool_choice`", accepts=_is_auto),
     Parameter(name="modalities", treatment=REJECTED, rule='`["text"]` is accepted', accepts=_is_plain_text),
     Parameter(name="audio", treatment=REJECTED, rule="the policy generates only text", accepts=_is_off),
-    Parameter(name="prediction", treatment=REJECTED, rule="as `audio`", accepts=_is_off),
-    Parameter(name="web_search_options", treatment=REJECTED, rule="as `audio`", accepts=_is_off),
+    Parameter(name="prediction", treatment=REJECTED, rule="the policy generates only text", accepts=_is_off),
+    Parameter(name="web_search_options", treatment=REJECTED, rule="the policy generates only text", accepts=_is_off),
     *(
         Parameter(name=name, treatment=IGNORED, rule=rule)
         for name, rule in (
-            ("user", "a label"),
-            ("metadata", "a label"),
+            ("user", "a label without effect"),
+            ("metadata", "a label without effect"),
             ("store", "every row is stored"),
-            ("service_tier", "there is only one"),
-            ("safety_identifier", "a label"),
-            ("prompt_cache_key", "a label"),
-            ("prompt_cache_retention", "a label"),
-            ("reasoning_effort", "the policy does not see it"),
-            ("verbosity", "the policy does not see it"),
+            ("service_tier", "there is only one tier"),
+            ("safety_identifier", "a label without effect"),
+            ("prompt_cache_key", "a label without effect"),
+            ("prompt_cache_retention", "a label without effect"),
+            ("reasoning_effort", "the policy does not receive it"),
+            ("verbosity", "the policy does not receive it"),
         )
     ),
 )
@@ -351,7 +353,7 @@ def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def parameter_table() -> str:
     """Return the table of parameters in Markdown."""
-    head = ["| parameter | | |", "|---|---|---|"]
+    head = ["| parameter | treatment | details |", "|---|---|---|"]
     return "\n".join(
         head + [f"| `{parameter.name}` | {parameter.treatment} | {parameter.rule} |" for parameter in PARAMETERS]
     )

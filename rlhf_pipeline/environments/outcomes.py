@@ -14,13 +14,13 @@ from typing import Final
 STOP: Final = "stop"
 """The environment ended the conversation after a complete turn, or the policy ended its completion."""
 LENGTH: Final = "length"
-"""A token limit truncated the last turn, or left no room for another turn."""
+"""A token limit truncated the last turn, or another turn does not fit."""
 TURNS: Final = "turns"
 """The limit of turns was reached."""
 CALLS: Final = "calls"
 """The limit of failed calls was reached."""
 FAILED: Final = "failed"
-"""Infrastructure failed."""
+"""The infrastructure failed."""
 
 TIMEOUT: Final = "timeout"
 TOOL_ERROR: Final = "tool_error"
@@ -40,7 +40,7 @@ class Outcome:
     what: str
     then: str
     """What happens to the conversation."""
-    reward: str = "as given"
+    reward: str = "as returned"
     learned: bool = True
     """Whether it counts in the baseline of its group and in the loss."""
     evaluated: bool = True
@@ -54,8 +54,12 @@ _ERROR_REPLY: Final = f"continues with an error message; the last of `collect.ma
 
 OUTCOMES: Final = (
     Outcome(name="won", what="the environment returns done, with rewards", then="ends", finish_reason=STOP),
-    Outcome(name="lost", what="done, without a reward", then="ends", reward="0", finish_reason=STOP),
-    Outcome(name="turns used up", what="`collect.max_turns` turns were taken", then="ends", finish_reason=TURNS),
+    Outcome(
+        name="lost", what="the environment returns done, without a reward", then="ends", reward="0", finish_reason=STOP
+    ),
+    Outcome(
+        name="turns used up", what="the conversation reaches `collect.max_turns`", then="ends", finish_reason=TURNS
+    ),
     Outcome(
         name="turn truncated",
         what="`collect.max_new_tokens` truncates a turn",
@@ -70,8 +74,8 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="reply too long",
-        what="the reply does not fit into the row; `collect.max_reply_tokens` truncates it and adds a mark",
-        then="ends; continues with a truncated reply",
+        what="the reply does not fit into the row, or `collect.max_reply_tokens` truncates it and appends a mark",
+        then="ends, or continues with the truncated reply",
         finish_reason=LENGTH,
     ),
     Outcome(name="malformed call", what="the call cannot be parsed", then=_ERROR_REPLY, finish_reason=CALLS),
@@ -81,12 +85,12 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="tool rejected",
-        what="a tool raises an error that arguments cause (`ValueError`, `KeyError`, ...)",
+        what="a tool raises an exception that the arguments cause (`ValueError`, `KeyError`, ...)",
         then="continues with the error message",
     ),
     Outcome(
         name="tool raised",
-        what="any other error of a tool, of `step` or of `end`, or a reply of the wrong type",
+        what="a tool raises any other exception, `step` or `end` raises an exception, or a reply has the wrong type",
         then="ends, or restarts (`collect.retries`)",
         reward="none",
         learned=False,
@@ -106,7 +110,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="reset failed",
-        what="`reset` raises, or returns no text or messages",
+        what="`reset` raises an exception, or returns neither text nor messages",
         then="does not start, or restarts (`collect.retries`)",
         reward="none",
         learned=False,
@@ -116,7 +120,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="reward raised",
-        what="a reward function raises, or returns a value that is not a finite number",
+        what="a reward function raises an exception, or returns a value that is not a finite number",
         then="has ended",
         reward="none",
         learned=False,
@@ -136,7 +140,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="reward None",
-        what="every reward function returned None",
+        what="every reward function returns None",
         then="has ended",
         reward="none",
         learned=False,
@@ -149,11 +153,11 @@ OUTCOMES: Final = (
         then="has ended",
         reward="none; in an evaluation, the rewards of the other functions",
         learned=False,
-        failure="the given reason",
+        failure="the reason passed to `LeftOut`",
     ),
     Outcome(
         name="engine aborted",
-        what="another client, or a restart, ended the request",
+        what="another client or a restart ends the request",
         then="restarts (`collect.retries`); otherwise the run ends, and `--resume` samples the rollout again",
         reward="from the next attempt",
     ),
