@@ -70,25 +70,27 @@ def _lora_rules(targets: str) -> list[tuple[bool, str]]:
 class TinyPolicy(Settings):
     """A small, untrained causal language model with one token per character."""
 
-    alphabet: str = setting("0123456789=", help="Every character that may occur.")
+    alphabet: str = setting("0123456789=", help="The characters of the vocabulary.")
     hidden_size: int = setting(64, min=1, help="Width of the model; a multiple of `num_heads`.")
-    num_layers: int = setting(2, min=1, help="Layers of the model.")
-    num_heads: int = setting(4, min=1, help="Attention heads of each layer.")
+    num_layers: int = setting(2, min=1, help="Number of layers.")
+    num_heads: int = setting(4, min=1, help="Number of attention heads per layer.")
     chat_template: str | None = setting(
-        None, help="The tokenizer's chat template: a Jinja file, or its text; an environment with tools needs one."
+        None,
+        help="The tokenizer's chat template: the path of a Jinja file, or the template's text. Required for an "
+        "environment with tools.",
     )
     response_template: dict[str, Any] | None = setting(
-        None, help="How its tool calls are read: the `response_template` of transformers' tokenizers."
+        None, help="How tool calls are parsed: the `response_template` of a transformers tokenizer."
     )
     lora_rank: int = setting(
         0,
         min=0,
-        help="Rank of LoRA adapters; 0 trains every weight. See `PretrainedPolicy.lora_rank`.",
+        help="Rank of the LoRA adapters; 0 trains all weights. See `PretrainedPolicy.lora_rank`.",
     )
     lora_alpha: float = setting(32.0, above=0, help="The adapters' output is scaled by `lora_alpha / lora_rank`.")
     lora_targets: str = setting(
         "all-linear",
-        help="The modules that get an adapter; see `PretrainedPolicy.lora_targets`.",
+        help="The modules that receive an adapter; see `PretrainedPolicy.lora_targets`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -107,30 +109,31 @@ class TinyPolicy(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedPolicy(Settings):
-    """A causal language model from a checkpoint folder, a GGUF file, or the Hugging Face hub by name."""
+    """A causal language model from a checkpoint folder, a GGUF file or the Hugging Face Hub."""
 
     path: str = setting(
-        help="A folder written by `save_pretrained`, a GGUF file, or a hub name. Only a hub name uses the network.",
+        help="A folder written by `save_pretrained`, a GGUF file, or the name of a model on the Hub. Only a Hub name "
+        "requires network access.",
     )
     chat_template: str | None = setting(
-        None, help="A chat template in place of the tokenizer's: a Jinja file, or its text."
+        None, help="A chat template that replaces the tokenizer's: the path of a Jinja file, or the template's text."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
-        help="The model's compute dtype. `auto` is bfloat16 on CUDA and float32 elsewhere. With bfloat16 the "
+        help="The model's compute dtype. `auto` is bfloat16 on CUDA and float32 elsewhere. With bfloat16, the "
         "optimizer keeps float32 master weights.",
     )
     lora_rank: int = setting(
         0,
         min=0,
-        help="Rank of LoRA adapters, which are then the only trained weights; 0 trains every weight. Needs peft. "
-        "The model with its adapters switched off is the reference, so no second model is needed.",
+        help="Rank of the LoRA adapters; 0 trains all weights. If above 0, only the adapters are trained, and the "
+        "model with its adapters disabled is the reference, so no second model is needed. Requires peft.",
     )
     lora_alpha: float = setting(32.0, above=0, help="The adapters' output is scaled by `lora_alpha / lora_rank`.")
     lora_targets: str = setting(
         "all-linear",
-        help="The modules that get an adapter: `all-linear` (all but the head), or comma-separated names, for "
-        "example `q_proj,v_proj`.",
+        help="The modules that receive an adapter: `all-linear` (all linear modules except the head), or "
+        "comma-separated names, for example `q_proj,v_proj`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -152,144 +155,155 @@ def _is_address(text: str) -> bool:
 class Collect(Settings):
     """How completions are sampled."""
 
-    prompts_per_rollout: int = setting(16, min=1, help="Prompts in one rollout; each gets a complete group.")
-    group_size: int = setting(16, min=1, help="Completions per prompt.")
+    prompts_per_rollout: int = setting(
+        16, min=1, help="Number of prompts per rollout. A complete group is sampled for each prompt."
+    )
+    group_size: int = setting(16, min=1, help="Number of completions per prompt.")
     dynamic: int = setting(
         1,
         min=1,
-        help="Dynamic sampling (DAPO, arXiv:2503.14476): the maximum number of rounds of `prompts_per_rollout` "
-        "prompts for one rollout, which keeps the first groups whose rewards are not all equal. If there are "
-        "too few after the last round, groups without spread fill it. 1 keeps every group.",
+        help="Dynamic sampling (DAPO, arXiv:2503.14476): maximum number of rounds of `prompts_per_rollout` prompts per "
+        "rollout. The rollout keeps the first groups whose rewards are not all equal. If there are too few after "
+        "the last round, groups with equal rewards fill the rollout. 1 keeps every group.",
     )
     dynamic_by: str | None = setting(
         None,
         help="The name of the reward or component that must differ within a group for `dynamic` to keep the group; "
-        "None is the total reward.",
+        "None uses the total reward.",
     )
     max_new_tokens: int = setting(
         64,
         min=1,
-        help="Maximum number of tokens of a completion; a longer completion is truncated and ends with `length`. "
-        "With an environment, the limit of one turn.",
+        help="Maximum number of tokens in a completion; a longer completion is truncated and has the finish reason "
+        "`length`. With an environment, the limit applies to each turn.",
     )
-    max_turns: int = setting(8, min=1, help="With an environment: maximum number of turns of a conversation.")
+    max_turns: int = setting(8, min=1, help="With an environment: maximum number of turns in a conversation.")
     max_row_tokens: int | None = setting(
         None,
         min=2,
         help=(
-            "With an environment: maximum number of tokens of prompt, turns and replies together; None is the "
-            "model's context."
+            "With an environment: maximum total number of tokens in the prompt, turns and replies; None uses the "
+            "model's context length."
         ),
     )
     step_timeout_s: float | None = setting(
         60.0,
         above=0,
-        help="With an environment: seconds after which a call fails (`timeout`); None waits without a limit.",
+        help="With an environment: seconds after which a call fails (`timeout`); None sets no limit.",
     )
     reply_after: int = setting(
         32,
         min=0,
-        help="For an environment with `async def step` or `parallel = True`: token steps between the end of a turn "
-        "and the step that takes its reply. Calls run in the meantime, and sampling waits only for a reply "
-        "that is due, so the rows that share a batch depend only on the data.",
+        help="For an environment with `async def step` or `parallel = True`: number of token steps between the end of "
+        "a turn and the step at which its reply is used. Calls run in the meantime, and sampling waits only for "
+        "replies that are due. The rows that share a batch therefore depend only on the data.",
     )
     call_threads: int = setting(
         256,
         min=1,
-        help=("Maximum number of threads for rewards, environments and tools; a conversation keeps one thread."),
+        help=(
+            "Maximum number of threads for rewards, environments and tools; a conversation always uses the same thread."
+        ),
     )
     live_conversations: int | None = setting(
         None,
         min=1,
-        help="With an environment: maximum number of conversations, and therefore of environments, that exist at "
-        "once. The conversations of a rollout run in parts of this size. None starts all of them at once.",
+        help="With an environment: maximum number of conversations, and therefore of environments, that exist at the "
+        "same time. The conversations of a rollout run in parts of this size. None starts all of them together.",
     )
     history: Literal["sampled", "rewritten"] = setting(
         "sampled",
-        help="With an environment and a chat template that rewrites earlier turns, for example drops their "
+        help="With an environment and a chat template that rewrites earlier turns, for example by removing their "
         "thinking: `sampled` continues the row, so the policy reads the tokens that it sampled; `rewritten` "
-        "gives the policy the output of the template, and begins a new row of the episode if that differs from "
-        "the row (docs/environments.md).",
+        "passes the output of the template to the policy, and starts a new row of the episode if the output "
+        "differs from the current row. See docs/environments.md.",
     )
     max_reply_tokens: int | None = setting(
         None,
         min=1,
-        help="With an environment: maximum number of tokens in the text of a reply; a longer reply is truncated, "
-        "with the mark ` [cut]`. With None, a reply that does not fit into the row ends the conversation.",
+        help="With an environment: maximum number of tokens in a reply; a longer reply is truncated and marked with ` "
+        "[cut]`. With None, a reply that does not fit into the row ends the conversation.",
     )
     max_call_errors: int | None = setting(
         4,
         min=1,
-        help="With tools: maximum number of failed calls (malformed, unknown, wrong arguments) in a conversation. "
-        "The policy sees each error; the last one ends the conversation (`calls`). With None, only `max_turns` "
-        "limits them.",
+        help="With tools: maximum number of failed calls (malformed, unknown tool, wrong arguments) in a conversation. "
+        "The policy receives each error; the last error ends the conversation with the finish reason `calls`. "
+        "With None, only `max_turns` limits the number of failed calls.",
     )
     retries: int = setting(
         0,
         min=0,
-        help="Maximum number of retries of a failed reward call, and of a conversation that an infrastructure "
-        "failure ended (a timeout, an error of a tool, an abort by the engine); the failures are stored with "
-        "it. Not with `has_effects`.",
+        help="Maximum number of retries of a failed reward call, or of a conversation that ended with an "
+        "infrastructure failure (a timeout, a tool error, an abort by the engine). The failures are stored with "
+        "the trajectory. Not supported for an environment with `has_effects`.",
     )
     alarm_failed: float = setting(
         0.1,
         min=0,
         max=1,
-        help="A rollout with a larger share of trajectories without a trusted reward is reported.",
+        help="Report a rollout if more than this share of its trajectories has no trusted reward.",
     )
     temperature: float = setting(
         1.0,
         above=0,
-        help="Sampling temperature. The behaviour log-probs are at this temperature.",
+        help="Sampling temperature. The behaviour log-probs are computed at this temperature.",
     )
     top_k: int = setting(
         0,
         min=0,
-        help="Draw from the `top_k` most probable tokens; 0 for all. This, `top_p` and `min_p` need `engine=slots`; "
-        "the store then has, per token, the probability mass of the tokens that could be drawn "
-        "(`support_log_mass`).",
+        help="Sample from the `top_k` most probable tokens; 0 for all. `top_k`, `top_p` and `min_p` require "
+        "`engine=slots`. The store then also contains the log of the probability mass from which each token was "
+        "sampled (`support_log_mass`).",
     )
     top_p: float = setting(
         1.0,
         above=0,
         max=1,
-        help=("Draw from the smallest set of most probable tokens with at least this total probability; 1 for all."),
+        help=(
+            "Sample from the smallest set of most probable tokens whose total probability is at least this value; 1 "
+            "for all."
+        ),
     )
     min_p: float = setting(
-        0.0, min=0, max=1, help="Draw from the tokens with at least this share of the largest probability; 0 for all."
+        0.0,
+        min=0,
+        max=1,
+        help="Sample from the tokens whose probability is at least this share of the largest probability; 0 for all.",
     )
     stop: tuple[str, ...] = setting(
-        (), help="Strings that end a completion, at the token that completes one of them; with any engine."
+        (), help="Stop strings. A completion ends at the token that completes one of them. Every engine supports them."
     )
     keep_stop: bool = setting(
-        True, help="Whether the text that the reward sees ends with the stop string; the tokens always do."
+        True, help="Whether the text passed to the reward includes the stop string; the tokens always include it."
     )
     prefill: str = setting(
         "",
-        help="Text at the beginning of every completion, for example `<think>`, also in evaluations: the policy "
-        "continues it, rewards see it, and it is not trained on. Not with an environment.",
+        help="Text at the beginning of every completion, for example `<think>`, also in evaluations. The policy "
+        "continues the text, rewards receive it, and it is not trained on. Not supported with an environment.",
     )
     num_slots: int = setting(64, min=1, help="Number of completions generated in parallel.")
     engine: str = setting(
         "slots",
-        help="The engine that samples: `slots`, built in, in the process; `vllm`, also in the process (needs the "
-        "extra `vllm`); or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for how to "
-        "start each engine and how reproducible its runs are.",
+        help="The sampling engine: `slots` (built in; runs in the same process), `vllm` (runs in the same process; "
+        "requires the extra `vllm`), or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for "
+        "how to start each engine and how reproducible its runs are.",
     )
     engine_memory: float = setting(
         0.5,
         above=0,
         below=1,
-        help="For `engine=vllm`: the share of a GPU's memory for its weights and cache; the learner has the rest.",
+        help="For `engine=vllm`: share of the GPU's memory for the engine's weights and cache; the learner uses the "
+        "rest.",
     )
     refresh_weights_every: int = setting(
         0,
         min=0,
-        help="For a collector beside a learner: number of sampled tokens per slot between two checks for newer "
-        "weights, with which unfinished completions continue; 0 loads weights only between rollouts. Each "
-        "log-prob is computed with the weights that sampled its token; the caches of the prompt and of earlier "
-        "tokens are recomputed with the new weights, and the store records which weights sampled which tokens. "
-        "With a server, the check is made twice a second instead.",
+        help="For a collector that runs next to a learner: number of sampled tokens per slot between two checks for "
+        "newer weights; 0 loads weights only between rollouts. Unfinished completions continue with the newer "
+        "weights. Each log-prob is computed with the weights that sampled its token. The caches of the prompt and "
+        "of earlier tokens are recomputed with the new weights, and the store records which weights sampled each "
+        "token. With a server, the collector checks twice per second instead.",
     )
 
     reward_concurrency: int = setting(
@@ -300,12 +314,12 @@ class Collect(Settings):
     reward_timeout_s: float | None = setting(
         300.0,
         above=0,
-        help="Seconds after which a reward call fails (`timeout`); None waits without a limit.",
+        help="Seconds after which a reward call fails (`timeout`); None sets no limit.",
     )
     skip_special_tokens: bool = setting(
         False,
-        help="Remove special tokens such as `<think>` from the text that rewards see and that is stored. The token "
-        "that ends a completion is never in the text.",
+        help="Remove special tokens such as `<think>` from the stored text and from the text passed to rewards. The "
+        "token that ends a completion is never part of the text.",
     )
 
     @property
@@ -331,8 +345,8 @@ class Collect(Settings):
             (all(self.stop), "a stop string is empty."),
             (
                 self.dynamic > 1 or self.dynamic_by is None,
-                f"dynamic_by is {self.dynamic_by!r}, but dynamic is 1, which keeps every group. Set dynamic, the "
-                "maximum number of rounds of a rollout.",
+                f"dynamic_by is {self.dynamic_by!r}, but dynamic is 1, which keeps every group. Set dynamic to the "
+                "maximum number of rounds per rollout.",
             ),
             (
                 self.dynamic == 1 or self.group_size > 1,
@@ -345,8 +359,8 @@ def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None)
     """Return whether a group may close early by these arguments, and the message if they contradict each other."""
     return (
         (min_group_size is None) == (group_timeout_s is None),
-        "min_group_size and group_timeout_s must be set together: the number of members that suffice, and the time "
-        "after which they do.",
+        "min_group_size and group_timeout_s must be set together: after group_timeout_s seconds, a group may close "
+        "with min_group_size members.",
     )
 
 
@@ -358,41 +372,46 @@ class WritePath(Settings):
         "grpo",
         help="How the returns of a group are converted to advantages; the formulas are in "
         "`rlhf_pipeline.functional.advantage`. `reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's "
-        "`scale_rewards=batch`) divide by the spread of the whole rollout, or of all gathered trajectories "
-        "with `replay`. `turn_grpo` gives each turn of a conversation a separate advantage, from the rewards "
-        "of that turn and later turns. `gdpo` normalises each named reward in its group, then the weighted sum "
-        "over the rollout. Or a custom function, `EstimatorFunction` there; on a command line `FILE.py:NAME`.",
+        "`scale_rewards=batch`) divide by the standard deviation over the rollout, or, with `replay`, over all "
+        "gathered trajectories. `turn_grpo` computes an advantage for each turn of a conversation from the "
+        "rewards of that turn and later turns. `gdpo` normalises each named reward within its group, and then the "
+        "weighted sum over the rollout. A custom function (`EstimatorFunction` in the same module) is also "
+        "accepted; on a command line, specify `FILE.py:NAME`.",
     )
     turn_discount: float = setting(
         1.0, min=0, max=1, help="With `turn_grpo`: weight of the next turn's advantage in the advantage of a turn."
     )
     episode_return: Literal["sum", "verl", "skyrl"] = setting(
         "sum",
-        help="The return by which an episode of several rows is ranked; all rows get its advantage. `sum`: the "
-        "rewards of all rows, minus the penalty of each token. `verl`: the rewards of the last row, minus the "
-        "penalty of its tokens. `skyrl`: the reward of the last turn, minus the penalty of its tokens. With "
-        "one row and one turn all are the same.",
+        help="How the return of an episode with several rows is computed; all its rows have the same advantage. `sum`: "
+        "the rewards of all rows, minus the penalty of each token. `verl`: the rewards of the last row, minus the "
+        "penalty of its tokens. `skyrl`: the reward of the last turn, minus the penalty of its tokens. With one "
+        "row and one turn, all three are the same.",
     )
-    kl_coef: float = setting(0.0, min=0, help="Weight of the k1 penalty in the reward. 0 needs no reference model.")
+    kl_coef: float = setting(
+        0.0, min=0, help="Weight of the k1 penalty in the reward. With 0, the reward needs no reference model."
+    )
     kl_target: float | None = setting(
         None,
         above=0,
-        help="Target of an adaptive controller: the mean KL per trajectory (nats); None keeps `kl_coef` constant.",
+        help="Target of the adaptive controller: the mean KL per trajectory, in nats. None keeps `kl_coef` constant.",
     )
-    kl_horizon: int = setting(10_000, min=1, help="Trajectories over which the adaptive controller acts.")
+    kl_horizon: int = setting(10_000, min=1, help="Horizon of the adaptive controller, in trajectories.")
     zero_variance: Literal["keep", "drop", "mark"] = setting(
         "keep",
-        help="What to do with a group whose returns are all equal (with a KL penalty: equal up to rounding).",
+        help="How to treat a group whose returns are all equal (with a KL penalty: equal up to rounding): `keep` "
+        "stores it, `drop` does not store it, and `mark` stores it with priority 0, so samplers skip it.",
     )
     min_group_size: int | None = setting(
         None,
         min=1,
-        help="Minimum number of members for closing a group after `group_timeout_s`; None waits for all.",
+        help="Number of members with which a group may close after `group_timeout_s`; None waits for all members.",
     )
     group_timeout_s: float | None = setting(
         None,
         min=0,
-        help="Seconds from a group's first member until it may close early; None for never. Needs `min_group_size`.",
+        help="Seconds after the arrival of a group's first member at which the group may close early; None for never. "
+        "Requires `min_group_size`.",
     )
 
     @property
@@ -409,7 +428,7 @@ class WritePath(Settings):
         return [
             (
                 self.kl_target is None or self.kl_coef > 0,
-                "kl_target needs a kl_coef above 0 to start from.",
+                "kl_target needs a kl_coef above 0 as the initial value.",
             ),
             (
                 self.estimator != "turn_grpo" or self.kl_coef == 0,
@@ -418,7 +437,7 @@ class WritePath(Settings):
             ),
             (
                 self.estimator != "gdpo" or self.kl_coef == 0,
-                f"kl_coef is {self.kl_coef}, a penalty in the sum of the rewards, but estimator=gdpo needs the "
+                f"kl_coef is {self.kl_coef}, a penalty in the sum of the rewards, but estimator=gdpo uses the "
                 "named rewards. Set write.kl_coef=0 and loss.kl_to_ref_coeff.",
             ),
             close_policy_rule(self.min_group_size, self.group_timeout_s),
@@ -427,15 +446,16 @@ class WritePath(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer(Settings):
-    """The store of trajectories, and which of them the learner may use."""
+    """The trajectory store, and the maximum age of the trajectories that the learner uses."""
 
     backend: Literal["memmap", "zarr"] = setting(
         "memmap",
-        help="The store's format on disk: `memmap` is raw, for training; `zarr` is compressed objects.",
+        help="The storage format: `memmap` (raw files, for training) or `zarr` (compressed objects).",
     )
     durability: Literal["process", "power", "group"] = setting(
         "process",
-        help="What an acknowledged trajectory survives: `process` kill -9; `power` and `group` also a power loss.",
+        help="The failures that an acknowledged trajectory survives: with `process`, `kill -9`; with `power` and "
+        "`group`, also a power loss.",
     )
     max_trajectories: int | None = setting(
         None,
@@ -445,46 +465,47 @@ class Buffer(Settings):
     max_bytes: int | None = setting(
         None,
         min=1,
-        help="Maximum size of the run folder on disk, in bytes. The run warns a day ahead, at its current rate, and "
-        "saves a checkpoint and stops before one more step and its checkpoint would exceed the limit. None: "
-        "all free space.",
+        help="Maximum size of the run folder on disk, in bytes; None uses all free space. The run warns one day before "
+        "it reaches the limit at its current rate. It saves a checkpoint and stops before another step and its "
+        "checkpoint would exceed the limit.",
     )
     max_staleness: int = setting(
         0,
         min=0,
-        help="Maximum age of a sampled trajectory, in optimizer steps since the oldest weights that produced it; "
-        "the steps on the newest rollout are always within it.",
+        help="Maximum age of a sampled trajectory, in optimizer steps since the oldest weights that produced it. The "
+        "steps on the newest rollout are always allowed.",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample(Settings):
-    """Which stored trajectories an optimizer step learns from, among those that `Buffer.max_staleness` allows.
+    """How an optimizer step selects its batch from the stored trajectories that `Buffer.max_staleness` allows.
 
-    The choice is a function of the stored trajectories, the seed and the step, and the ledger records it.
+    The batch is a function of the stored trajectories, the seed and the step, and the ledger records it.
     """
 
     strategy: Strategy | Callable[..., Any] = setting(
         "fresh",
-        help="`fresh`: all trajectories within the age limit, which in a run is the newest rollout; with `replay`, "
-        "every trajectory once per epoch, groups together, in a new order each time, `batch_size` in a step. "
-        "The other strategies draw `batch_size` trajectories: `uniform` with equal probability; `recency` by "
-        "age; `priority` by the size of the advantage and by age; `group` complete groups; `success` complete "
-        "groups with a medium success rate; `variance` complete groups whose rewards vary; `mix` a part from "
-        "the newest rollout and the rest by age; `anchored` the complete newest rollout in its first step, and "
-        "a batch by age in the other steps of `learn.epochs`. See `rlhf_pipeline.buffer.samplers`. Or a custom "
-        "function, `StrategyFunction` there; on a command line `FILE.py:NAME`.",
+        help="`fresh` uses all trajectories within the age limit, which in a run is the newest rollout. With `replay`, "
+        "it uses every trajectory once per epoch, in a new order in each epoch, with groups kept together and "
+        "`batch_size` trajectories per step. The other strategies draw `batch_size` trajectories. `uniform` draws "
+        "with equal probability, `recency` by age, and `priority` by the size of the advantage and by age. "
+        "`group` draws complete groups, `success` complete groups with a medium success rate, and `variance` "
+        "complete groups whose rewards vary. `mix` takes a part from the newest rollout and draws the rest by "
+        "age. `anchored` uses the complete newest rollout in its first step, and draws a batch by age in the "
+        "other steps of `learn.epochs`. See `rlhf_pipeline.buffer.samplers`. A custom function "
+        "(`StrategyFunction` in the same module) is also accepted; on a command line, specify `FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
         None,
         min=1,
-        help="Trajectories per step; None takes the number of trajectories in a rollout. For `fresh`, only with "
-        "`replay`; see `learn.minibatches`.",
+        help="Number of trajectories per step; None uses the number of trajectories in a rollout. With `fresh`, "
+        "allowed only for `replay`; see `learn.minibatches`.",
     )
     tau: float | None = setting(
         None,
         above=0,
-        help="Age in optimizer steps at which a trajectory's probability has fallen to 1/e; None ignores the age.",
+        help="Age, in optimizer steps, at which a trajectory's probability has fallen to 1/e; None ignores the age.",
     )
     alpha: float = setting(1.0, min=0, help="Exponent of the advantage (`priority`) or of the variance (`variance`).")
     fresh_fraction: float = setting(
@@ -494,21 +515,22 @@ class Sample(Settings):
         help="For `mix`: the share of a batch that comes from the newest rollout.",
     )
     max_uses: int | None = setting(
-        None, min=1, help=("Maximum number of steps that use a trajectory; None sets no limit.")
+        None, min=1, help=("Maximum number of steps that use the same trajectory; None sets no limit.")
     )
     min_ess: float | None = setting(
         None,
         above=0,
         max=1,
-        help="Trajectories of the same age get less weight if their effective sample size, as a share of their "
-        "tokens, is below this; see `rlhf_pipeline.learner.ess_guard`. Needs an additional forward pass for a "
-        "stale batch. None weights all equally.",
+        help="Trajectories of the same age have less weight if their effective sample size, as a share of their "
+        "tokens, is below this value; see `rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass "
+        "for a stale batch. None weights all trajectories equally.",
     )
     skip_below_ess: float = setting(
         0.1,
         min=0,
         max=1,
-        help="Trajectories of the same age are excluded below this share; needs `min_ess`.",
+        help="Trajectories of the same age are excluded if their effective sample size, as a share of their tokens, is "
+        "below this value. Requires `min_ess`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -531,12 +553,12 @@ class Replay(Settings):
 
     stores: tuple[str, ...] = setting(
         (),
-        help="Stores, or run folders, to learn from; `rlhf-pipeline replay STORE...` sets this.",
+        help="The stores or run folders to learn from; `rlhf-pipeline replay STORE...` sets this field.",
     )
     weights: tuple[float, ...] = setting(
         (),
         above=0,
-        help="The share of each store in a batch; without weights, all stores are treated as one.",
+        help="The share of each store in a batch. Without weights, all stores are treated as one.",
     )
     filters: tuple[str, ...] = setting(
         (),
@@ -546,17 +568,18 @@ class Replay(Settings):
     epochs: float | None = setting(
         None,
         above=0,
-        help="Stop when the steps have used `epochs` times the number of gathered trajectories; with None, only "
+        help="Stop when each gathered trajectory has been used `epochs` times on average. With None, only "
         "`learn.steps` limits the run.",
     )
     skip_damaged: bool = setting(
         False,
-        help="Skip and count trajectories that do not match their checksums; otherwise the replay is rejected.",
+        help="Skip and count trajectories that do not match their checksums. If false, one such "
+        "trajectory is an error.",
     )
     recorded_order: bool = setting(
         False,
-        help="Step k learns from the trajectories that the run which filled the store used at step k, by policy "
-        "version. Needs exactly one store.",
+        help="At step k, learn from the same trajectories as step k of the run that filled the store, selected by "
+        "policy version. Requires exactly one store.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -574,59 +597,60 @@ class Replay(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate(Settings):
-    """Evaluation with the reward of the definition on prompts that are never trained on."""
+    """Evaluation, with the reward of the definition, on prompts that are never trained on."""
 
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of the evaluation prompts.")
-    every: int = setting(10, min=1, help="Optimizer steps between two evaluations.")
+    every: int = setting(10, min=1, help="Number of optimizer steps between two evaluations.")
     num_prompts: int = setting(
         64,
         min=1,
         help=("Number of prompts: the first prompts of the source in a fixed order, or all if there are fewer."),
     )
-    group_size: int = setting(1, min=1, help="Completions per prompt; pass@k needs at least k completions.")
+    group_size: int = setting(1, min=1, help="Number of completions per prompt; pass@k needs at least k completions.")
     temperature: float = setting(1.0, min=0, help=("Sampling temperature; 0 selects the most probable token."))
     top_k: int | None = setting(
-        None, min=0, help="Draw from the `top_k` most probable tokens; 0 for all, None uses `collect.top_k`."
+        None, min=0, help="Sample from the `top_k` most probable tokens; 0 for all, None uses `collect.top_k`."
     )
     top_p: float | None = setting(
         None,
         above=0,
         max=1,
         help=(
-            "Draw from the smallest set of most probable tokens with at least this total probability; None uses "
-            "`collect.top_p`."
+            "Sample from the smallest set of most probable tokens whose total probability is at least this value; "
+            "None uses `collect.top_p`."
         ),
     )
     min_p: float | None = setting(
         None,
         min=0,
         max=1,
-        help="Draw from the tokens with at least this share of the largest probability; None uses `collect.min_p`.",
+        help="Sample from the tokens whose probability is at least this share of the largest probability; None uses "
+        "`collect.min_p`.",
     )
     max_new_tokens: int | None = setting(
-        None, min=1, help="Maximum number of tokens of a completion; None uses `collect.max_new_tokens`."
+        None, min=1, help="Maximum number of tokens in a completion; None uses `collect.max_new_tokens`."
     )
     success: str | None = setting(
         None,
         help=(
-            "The name of the reward or component that determines whether a completion is right; None uses the total "
+            "The name of the reward or component that determines whether a completion is correct; None uses the total "
             "reward."
         ),
     )
     success_at: float = setting(
-        1.0, help="The minimum value of `success` for a completion that counts as right in pass@k."
+        1.0, help="The minimum value of `success` at which pass@k counts a completion as correct."
     )
     best: str | None = setting(
         None,
-        help="The figure that selects the best weights: `reward`, `pass@K` for any K up to `group_size`, or the "
-        "name of a reward or component. None is `reward`, the mean. With several sets, the set with `best` "
-        "decides, otherwise the first set.",
+        help="The figure that selects the best weights: `reward` (the mean), `pass@K` for any K up to `group_size`, or "
+        "the name of a reward or component. None uses `reward`. With several sets, the set that specifies `best` "
+        "selects the weights, otherwise the first set.",
     )
     at_start: bool = setting(True, help="Whether to evaluate the initial weights of the run.")
     keep_best: bool = setting(
         True,
-        help="Save a checkpoint of the best evaluated weights and keep it in addition to the newest checkpoints. "
-        "The best weights have the highest figure `best`; if several are equal, the earliest.",
+        help="Save a checkpoint of the best evaluated weights, and keep it in addition to the newest checkpoints. The "
+        "best weights have the highest value of `best`; of equal values, the earliest.",
     )
 
     def sampling(self, collect: Collect) -> Collect:
@@ -642,8 +666,8 @@ class Evaluate(Settings):
         return [
             (
                 k is None or 1 <= k <= self.group_size,
-                f"best is {self.best!r}, but a group has {self.group_size} completions: pass@k needs 1 to "
-                f"{self.group_size} of them. Set group_size={k}, or best='pass@{self.group_size}'.",
+                f"best is {self.best!r}, but group_size is {self.group_size}, so k must be at most "
+                f"{self.group_size}. Set group_size={k}, or best='pass@{self.group_size}'.",
             ),
         ]
 
@@ -679,28 +703,31 @@ class DPPO(Settings):
 
     divergence: Literal["tv", "kl"] = setting(
         "tv",
-        help="The divergence of policy and sampler over the two outcomes {sampled token, any other token}: total "
-        "variation, or the KL divergence from the sampler to the policy.",
+        help="The divergence between policy and sampler over the two outcomes {sampled token, any other token}: total "
+        "variation (`tv`), or the KL divergence from the sampler to the policy (`kl`).",
     )
     low: float | None = setting(
         None,
         above=0,
-        help="Maximum divergence of a token that has become less likely since sampling. None is 0.2 for `tv` and "
+        help="Maximum divergence of a token that has become less likely since sampling. None uses 0.2 for `tv` and "
         "0.05 for `kl`.",
     )
     high: float | None = setting(
-        None, above=0, help="The same for a token that has become more likely. None has the same meaning as for `low`."
+        None,
+        above=0,
+        help="Maximum divergence of a token that has become more likely since sampling. None uses the same values as "
+        "for `low`.",
     )
     mask: Literal["harmful", "both"] = setting(
         "harmful",
-        help="Outside the region, a token has no policy loss if its gradient would increase the divergence "
+        help="Outside the trust region, a token has no policy loss if its gradient would increase the divergence "
         "(`harmful`, as in the paper), or regardless of the sign of its advantage (`both`).",
     )
     ratio_cap: float | None = setting(
         20.0,
         min=1,
-        help="Upper bound of the ratio of policy to sampler, which weights a token's gradient; 20 in verl. None, as "
-        "in the paper, sets no bound.",
+        help="Upper bound of the ratio of policy to sampler, which weights a token's gradient. verl uses 20. None sets "
+        "no bound, as in the paper.",
     )
 
     @property
@@ -717,13 +744,13 @@ class VESPO(Settings):
     Source: arXiv:2602.10693; the defaults are TRL's. `functional.policy_loss.vespo_loss` has the formula.
     """
 
-    power_positive: float = setting(2.0, min=0, help="The power of `w` where the advantage is at least 0.")
+    power_positive: float = setting(2.0, min=0, help="The exponent of `w` if the advantage is at least 0.")
     scale_positive: float = setting(
-        3.0, above=0, help="How fast the weight falls for large `w` where the advantage is at least 0."
+        3.0, above=0, help="The rate at which the weight decreases for large `w` if the advantage is at least 0."
     )
-    power_negative: float = setting(3.0, min=0, help="The power of `w` where the advantage is below 0.")
+    power_negative: float = setting(3.0, min=0, help="The exponent of `w` if the advantage is below 0.")
     scale_negative: float = setting(
-        2.0, above=0, help="How fast the weight falls for large `w` where the advantage is below 0."
+        2.0, above=0, help="The rate at which the weight decreases for large `w` if the advantage is below 0."
     )
 
 
@@ -733,97 +760,103 @@ class GRPO(Settings):
 
     objective: Objective | Callable[..., Any] = setting(
         "grpo",
-        help="PPO's clip on token ratios, CISPO's clipped weight, PPO's clip on sequence ratios (clip at about "
-        "3e-4), SAPO's smooth gate without a clip, the geometric mean of clipped ratios (GMPO, with "
-        "`aggregation=sequence_mean`; clip at about 0.4, below and above, of the ratio's logarithm), a mask "
-        "where policy and sampler diverge (`dppo`, see `dppo`), or a smooth function of a completion's "
-        "importance weight (`vespo`, see `vespo`). Or a custom function, `ObjectiveFunction` in "
-        "`rlhf_pipeline.functional.objectives`; on a command line `FILE.py:NAME`.",
+        help="`grpo`: PPO's clip on token ratios. `cispo`: CISPO's clipped weight. `gspo`: PPO's clip on sequence "
+        "ratios; clip at about 3e-4. `sapo`: SAPO's smooth gate without a clip. `gmpo`: the geometric mean of "
+        "clipped ratios; use `aggregation=sequence_mean`, and clip the ratio's logarithm at about 0.4 in both "
+        "directions. `dppo`: a mask for tokens on which policy and sampler diverge; see `loss.dppo`. `vespo`: a "
+        "smooth function of a completion's importance weight; see `loss.vespo`. A custom function "
+        "(`ObjectiveFunction` in `rlhf_pipeline.functional.objectives`) is also accepted; on a command line, "
+        "specify `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
         None,
         above=0,
         below=1,
-        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None is 0.2; for `cispo` it is no "
-        "lower clip, as in its paper.",
+        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None uses 0.2, or no lower clip for "
+        "`cispo`, as in its paper.",
     )
     clip_high: float = setting(0.2, above=0, help="The ratio of policy to sampler is clipped above `1 + clip_high`.")
     aggregation: Aggregation = setting(
         "token_mean",
-        help="How the tokens' losses are aggregated: the mean over all tokens, the mean over completions of their "
-        "token mean, the mean over groups of their token mean (`group_mean`: every prompt has the same weight), the "
-        "mean over completions of their token sum, or the sum over a fixed length (Dr. GRPO).",
+        help="How the losses of tokens are aggregated. `token_mean`: the mean over all tokens. `sequence_mean`: the "
+        "mean over completions of each completion's token mean. `group_mean`: the mean over groups of each "
+        "group's token mean, so every prompt has the same weight. `sequence_sum`: the mean over completions of "
+        "each completion's token sum. `dr_grpo` (Dr. GRPO): `sequence_sum` divided by a fixed length.",
     )
     dppo: DPPO = setting(factory=DPPO, help="The trust region of `objective=dppo`.")
     vespo: VESPO = setting(factory=VESPO, help="The weight of `objective=vespo`.")
-    entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy, which is added to the objective.")
+    entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy bonus in the objective.")
     kl_to_ref_coeff: float = setting(
-        0.0, min=0, help=("Weight of a KL term in the loss, in addition to the KL term in the reward.")
+        0.0, min=0, help=("Weight of a KL term in the loss, in addition to the KL penalty in the reward.")
     )
     kl_estimator: KLEstimator = setting(
         "k3+",
-        help="Estimator of that term: `k3+` has the value of k3 and the gradient of k2, which is correct on-policy.",
+        help="Estimator of the KL term in the loss: `k3+` has the value of k3 and the gradient of k2, which is correct "
+        "on-policy.",
     )
     kl_importance_weight: bool = setting(
         False,
-        help="Weight that term by the ratio of policy to sampler, for stale trajectories.",
+        help="Weight the KL term in the loss by the ratio of policy to sampler, for stale trajectories.",
     )
     dual_clip: float | None = setting(
         None,
         above=1,
         help="If the advantage A is negative, the loss is at most `-dual_clip * A`. The paper uses 3.",
     )
-    delta: float | None = setting(None, above=1, help="Upper bound of the ratio where it is not clipped.")
+    delta: float | None = setting(None, above=1, help="Upper bound of the unclipped ratio.")
     tis_cap: float | None = setting(
         None,
         above=0,
         help="Truncated importance sampling: weight the policy loss by `min(exp(trainer - sampler log-prob), "
-        "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses it, "
-        "and retained for later steps as the clip's reference; this needs an additional forward pass per "
+        "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses the "
+        "trajectory. Later steps use them as the reference of the clip. Requires an additional forward pass per "
         "trajectory.",
     )
     tis_level: Level = setting(
         "token",
-        help="For `tis_cap`: one weight per token, or one weight per completion, which is the product over its tokens.",
+        help="For `tis_cap`: one weight per token (`token`), or one weight per completion, the product over its tokens "
+        "(`sequence`).",
     )
-    tis_floor: float | None = setting(None, min=0, help="Lower bound of the weight of `tis_cap`.")
+    tis_floor: float | None = setting(None, min=0, help="Lower bound of the `tis_cap` weight.")
     icepop: MaskLevel | None = setting(
         None,
-        help="Weight tokens, or complete completions, in the policy loss by `exp(trainer - sampler log-prob)` if "
-        "that is between `icepop_low` and `icepop_high`, otherwise by 0. For a completion it is the geometric "
-        "mean over its tokens (`sequence`) or their product (`product`). With `tis_cap`, the weight inside the "
-        "bounds is that of `tis_cap`.",
+        help="Weight tokens (`token`) or entire completions in the policy loss by `exp(trainer - sampler log-prob)` if "
+        "it is between `icepop_low` and `icepop_high`, otherwise by 0. For a completion, the weight is the "
+        "geometric mean (`sequence`) or the product (`product`) over its tokens. With `tis_cap`, the `tis_cap` "
+        "weight is used within the bounds.",
     )
-    icepop_low: float = setting(0.5, min=0, help="See `icepop`.")
-    icepop_high: float = setting(5.0, above=0, help="See `icepop`.")
+    icepop_low: float = setting(0.5, min=0, help="Lower bound; see `icepop`.")
+    icepop_high: float = setting(5.0, above=0, help="Upper bound; see `icepop`.")
     off_policy_threshold: float | None = setting(
         None,
         above=0,
         help="Exclude completions with a negative advantage from the policy loss if the mean of `sampler - current "
-        "log-prob` over their tokens is above this, in nats (DeepSeek-V3.2). The head is computed a second "
+        "log-prob` over their tokens is above this value, in nats (DeepSeek-V3.2). The head is computed a second "
         "time.",
     )
     top_entropy_quantile: float = setting(
         1.0,
         above=0,
         max=1,
-        help="The share of a step's tokens, with the highest entropy, that have a policy loss; 0.2 in "
-        "arXiv:2506.01939. The other tokens still count in averages, as in TRL. Needs an additional forward "
-        "pass, and a single process.",
+        help="Share of a step's tokens that have a policy loss, selected by highest entropy. arXiv:2506.01939 uses "
+        "0.2. The other tokens still count in averages, as in TRL. Requires an additional forward pass and a "
+        "single process.",
     )
     clip_cov: float | None = setting(
         None,
         above=0,
         max=1,
-        help="The share of a step's tokens, at least one, that have no policy loss. They are drawn from the tokens "
-        "whose covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`; 0.0002 in "
-        "arXiv:2505.22617. The other tokens keep their weight, as in verl. For `grpo`. Needs an additional "
-        "forward pass, and a single process.",
+        help="Share of a step's tokens, at least one token, that have no policy loss. They are drawn from the tokens "
+        "whose covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`. "
+        "arXiv:2505.22617 uses 0.0002. The other tokens keep their weight, as in verl. Only for `grpo`. Requires "
+        "an additional forward pass and a single process.",
     )
-    clip_cov_low: float = setting(1.0, help="See `clip_cov`.")
-    clip_cov_high: float = setting(5.0, help="See `clip_cov`.")
+    clip_cov_low: float = setting(1.0, help="Lower bound; see `clip_cov`.")
+    clip_cov_high: float = setting(5.0, help="Upper bound; see `clip_cov`.")
     sapo_tau_positive: float = setting(1.0, above=0, help="For `sapo`: steepness of the gate for a positive advantage.")
-    sapo_tau_negative: float = setting(1.05, above=0, help="The same for other advantages.")
+    sapo_tau_negative: float = setting(
+        1.05, above=0, help="For `sapo`: steepness of the gate for a negative advantage or an advantage of 0."
+    )
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:
@@ -855,12 +888,12 @@ class GRPO(Settings):
             ),
             (
                 not bounded or callable(self.objective) or self.objective in ("grpo", "gspo"),
-                f"{self.objective} has no minimum that dual_clip or delta could bound: they belong to PPO's clip, "
-                f"which {self.objective} does not use.",
+                "dual_clip and delta apply only to PPO's clip, which "
+                f"objective={self.objective} does not use. Set both to none.",
             ),
             (
                 not self.corrects_the_sampler or self.objective not in ("dppo", "vespo"),
-                f"{self.objective} already compares the policy with the sampler, so tis_cap and icepop would "
+                f"objective={self.objective} already corrects for the sampler, so tis_cap and icepop would "
                 "correct a second time. Set both to none.",
             ),
             (
@@ -884,79 +917,84 @@ class GRPO(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learn(Settings):
-    """The optimizer and the loop."""
+    """The optimizer and the training loop."""
 
     steps: int = setting(100, min=1, help="Maximum number of optimizer steps.")
     epochs: int = setting(
         1,
         min=1,
-        help="Passes over each rollout before the next one is collected. A pass is one optimizer step on the "
+        help="Number of passes over each rollout before the next one is collected. A pass is one optimizer step on the "
         "complete rollout unless `minibatches` or `sample` changes this.",
     )
     minibatches: int = setting(
         1,
         min=1,
         help="Number of random, disjoint parts into which each pass divides a rollout, with one optimizer step per "
-        "part. For `sample.strategy=fresh`; with `replay` and no `sample.batch_size`, a step takes the number "
-        "of trajectories in a part.",
+        "part. Only for `sample.strategy=fresh`. With `replay` and no `sample.batch_size`, a step uses as many "
+        "trajectories as one part contains.",
     )
     episode_weight: Literal["one", "rows"] = setting(
         "one",
-        help="Whether an episode of several rows counts as one trajectory in the loss (`one`), or each row counts "
-        "as one, as in verl and SkyRL (`rows`); see `token_weights` in `rlhf_pipeline.functional.aggregation`.",
+        help="Whether an episode with several rows counts as one trajectory in the loss (`one`), or each row counts as "
+        "one, as in verl and SkyRL (`rows`); see `token_weights` in `rlhf_pipeline.functional.aggregation`.",
     )
     lr: float = setting(1e-3, above=0, help="Learning rate of AdamW.")
-    warmup_steps: int = setting(0, min=0, help="Optimizer steps in which the learning rate rises from 0.")
+    warmup_steps: int = setting(
+        0, min=0, help="Number of optimizer steps over which the learning rate increases from 0."
+    )
     warmup_ratio: float = setting(
         0.0,
         min=0,
         below=1,
-        help="The same as a share of the steps until the end of the schedule (`lr_decay_steps`, otherwise `steps`), "
-        "rounded up; set only one of the two.",
+        help="The warm-up as a share of the steps until the end of the schedule (`lr_decay_steps` if set, otherwise "
+        "`steps`), rounded up. Set either `warmup_steps` or `warmup_ratio`.",
     )
     min_lr: float = setting(0.0, min=0, help="The final value of a decreasing learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant",
-        help="The learning rate after the warm-up: constant, or decreasing to `min_lr` along a line or a half cosine.",
+        help="The learning rate after the warm-up: constant, or decreasing to `min_lr` linearly or along a half "
+        "cosine.",
     )
     lr_decay_steps: int | None = setting(
         None,
         min=1,
-        help="Optimizer step at which a decreasing learning rate reaches its final value; None is the step after "
+        help="Optimizer step at which a decreasing learning rate reaches its final value; None uses the step after "
         "`steps`. Set it if the run may be extended later, so that the rate of earlier steps does not change.",
     )
     weight_decay: float = setting(
         0.0,
         min=0,
-        help="Decoupled weight decay of AdamW. Norms, biases and position embeddings have none.",
+        help="Decoupled weight decay of AdamW. It does not apply to norms, biases and position embeddings.",
     )
     beta1: float = setting(0.9, min=0, below=1, help="Decay of AdamW's first moment.")
     beta2: float = setting(0.95, min=0, below=1, help="Decay of AdamW's second moment.")
-    eps: float = setting(1e-8, above=0, help="Added to the root of AdamW's second moment.")
-    max_grad_norm: float = setting(1.0, above=0, help="A larger gradient is scaled down to this norm.")
+    eps: float = setting(1e-8, above=0, help="Added to the square root of AdamW's second moment.")
+    max_grad_norm: float = setting(
+        1.0, above=0, help="Maximum gradient norm. A larger gradient is scaled down to this norm."
+    )
     optimizer: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
-        help="`adamw_8bit` keeps the moments in 8 bits; needs torchao or bitsandbytes.",
+        help="`adamw_8bit` keeps the moments in 8 bits and requires torchao or bitsandbytes.",
     )
     offload_optimizer: bool = setting(
         False,
-        help="Keep master weights and moments in host memory, and run the optimizer step there.",
+        help="Keep master weights and moments in host memory, and run the optimizer step on the CPU.",
     )
     activation_checkpointing: bool = setting(
         False,
-        help="Recompute each layer in the backward pass: saves memory for a third more computation.",
+        help="Recompute each layer in the backward pass, which saves memory but requires a third more computation.",
     )
     reference_every: int = setting(
         0,
         min=0,
-        help="Optimizer steps between two updates of the reference model; 0 keeps it frozen.",
+        help="Number of optimizer steps between two updates of the reference model; 0 keeps it frozen.",
     )
     reference_rate: float = setting(
         1.0,
         above=0,
         max=1,
-        help="How far an update moves the reference towards the policy: 1 copies the policy, 0.01 with "
-        "`reference_every=1` is an exponential moving average.",
+        help="How far an update moves the reference towards the policy: 1 copies the policy, and 0.01 with "
+        "`reference_every=1` maintains an exponential moving average.",
     )
     token_budget: int = setting(
         16_384,
@@ -965,53 +1003,56 @@ class Learn(Settings):
     )
     layout: Literal["auto", "padded", "packed", "prefix_shared"] = setting(
         "auto",
-        help="How trajectories share a forward pass: rows of similar length padded to the longest; packed end to "
-        "end without padding; or packed with the prompt of a group computed once. `auto` uses the last option "
-        "if it costs less and the model allows it, and pads otherwise.",
+        help="How trajectories share a forward pass. `padded`: rows of similar length are padded to the longest. "
+        "`packed`: rows are packed end to end without padding. `prefix_shared`: rows are packed, and the prompt "
+        "of a group is computed once. `auto` uses `prefix_shared` if it requires less computation and the model "
+        "supports it, otherwise `padded`.",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
-        help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a step, with the same "
-        "results up to rounding; sampling is never compiled. `auto` compiles on CUDA, and runs modules that "
-        "fail a check eagerly.",
+        help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a training step. The results "
+        "are the same up to rounding. Sampling is never compiled. `auto` compiles on CUDA, except modules that "
+        "fail a check.",
     )
     stop_at_reward: float | None = setting(
         None,
-        help="Stop when the mean task reward of `stop_window` consecutive rollouts reaches this.",
+        help="Stop when the mean task reward of `stop_window` consecutive rollouts reaches this value.",
     )
     stop_window: int = setting(
         3, min=1, help=("Number of consecutive rollouts whose mean reward must reach `stop_at_reward`.")
     )
-    checkpoint_every: int = setting(10, min=1, help="Optimizer steps between two checkpoints.")
+    checkpoint_every: int = setting(10, min=1, help="Number of optimizer steps between two checkpoints.")
     keep_checkpoints: int = setting(2, min=1, help="Number of checkpoints to keep; older checkpoints are removed.")
     peak_flops: float | None = setting(
         None,
         above=0,
-        help="The device's peak floating-point operations per second, for the metric `mfu`. None uses the data "
-        "sheet of a known GPU; on a CPU the metric is then omitted.",
+        help="The device's peak floating-point operations per second, for the metric `mfu`. None uses the data sheet "
+        "value of a recognised GPU. If there is no such value, as on a CPU, the metric is omitted.",
     )
     metrics: tuple[Callable[..., Any], ...] = setting(
         (),
-        help="Functions that add custom figures to each step's line, `MetricFunction` in "
-        "`rlhf_pipeline.learner.metrics`; on a command line `FILE.py:NAME`.",
+        help="Functions (`MetricFunction` in `rlhf_pipeline.learner.metrics`) that add custom figures to the metrics "
+        "of each step; on a command line, specify `FILE.py:NAME`.",
     )
     keep_token_figures: bool = setting(
         False,
-        help="Store the policy's log-prob and entropy of each token when a step uses it, so that `view` shows ratio "
-        "and entropy; a later step replaces the values. Needs an additional forward pass per step, and 8 bytes "
-        "per token.",
+        help="Store the policy's log-prob and entropy of each token when a step uses it, so that `view` can show the "
+        "ratio and entropy. A later step replaces the values. Requires an additional forward pass per step and 8 "
+        "bytes per token.",
     )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,
-        help="Also send each step's metrics to this TorchRL logger, which writes under the run folder.",
+        help="Also send the metrics of each step to this TorchRL logger, which writes to the run folder.",
     )
-    logger_project: str | None = setting(None, help="The project in W&B or Trackio; None for the default.")
-    logger_name: str | None = setting(None, help="The name of the run in the logger; None for the name of its folder.")
+    logger_project: str | None = setting(None, help="The project in W&B or Trackio; None uses the default.")
+    logger_name: str | None = setting(
+        None, help="The name of the run in the logger; None uses the name of the run folder."
+    )
     logger_tags: tuple[str, ...] = setting((), help="The tags of the run in W&B.")
     logger_samples: int = setting(
         0,
         min=0,
-        help="Number of trajectories of each step in a W&B table: prompt, completion, reward and advantage.",
+        help="Number of trajectories per step in a W&B table of prompts, completions, rewards and advantages.",
     )
 
     @property
@@ -1050,24 +1091,24 @@ class Learn(Settings):
             (
                 self.lr_schedule == "constant" or (self.lr_decay_steps or self.steps + 1) > self.warmup_steps,
                 f"lr_schedule={self.lr_schedule} ends at step {self.lr_decay_steps or self.steps + 1}, within the "
-                f"{self.warmup_steps} of warmup_steps. Set lr_decay_steps to a larger value.",
+                f"warm-up of {self.warmup_steps} steps. Set lr_decay_steps to a larger value.",
             ),
             (
                 not (self.warmup_steps and self.warmup_ratio),
-                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}: the warm-up is given "
-                "twice. Set one of them to 0.",
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio is {self.warmup_ratio}, but only one may be "
+                "set. Set the other to 0.",
             ),
             (
                 self.min_lr <= self.lr,
-                f"min_lr is {self.min_lr}, above lr ({self.lr}), from which the rate decreases. Set it to at most lr.",
+                f"min_lr is {self.min_lr}; it must be at most lr, {self.lr}.",
             ),
             (
                 self.logger_project is None or self.logger in ("wandb", "trackio"),
-                f"logger_project is for logger=wandb and trackio, but the logger is {self.logger}.",
+                f"logger_project needs logger=wandb or logger=trackio, but the logger is {self.logger}.",
             ),
             (
                 self.logger == "wandb" or not (self.logger_tags or self.logger_samples),
-                f"logger_tags and logger_samples are for logger=wandb, but the logger is {self.logger}.",
+                f"logger_tags and logger_samples need logger=wandb, but the logger is {self.logger}.",
             ),
             (
                 self.logger_name is None or self.logger is not None,
@@ -1084,34 +1125,34 @@ class Learn(Settings):
 class Pipeline(Settings):
     """A complete training run: policy, prompts, reward, write path, buffer, loss and loop."""
 
-    name: str = setting(help="The run's name in its output.")
-    policy: TinyPolicy | PretrainedPolicy = setting(help="The model: made from scratch, or from a checkpoint.")
+    name: str = setting(help="The name of the run in its output.")
+    policy: TinyPolicy | PretrainedPolicy = setting(help="The model: created untrained, or loaded from a checkpoint.")
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of prompts; not needed with `replay`.")
     reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
-        help="`(prompt, completion, answer, meta) -> float`, a function with other arguments, or several functions, "
-        "each directly or in `Reward(function, weight=, name=)`; see docs/rewards.md. A call that raises fails "
-        "its trajectory, not the run. Not needed with `replay`.",
+        help="A function `(prompt, completion, answer, meta) -> float`, a function with other arguments, or several "
+        "functions, each directly or in `Reward(function, weight=, name=)`; see docs/rewards.md. If a call raises "
+        "an exception, its trajectory fails and the run continues. Not needed with `replay`.",
     )
     environment: Callable[..., Any] | dict[str, Any] | None = setting(
         None,
-        help="What responds to the policy's turns: a class with `reset` and `step`, tools, an environment of "
-        "another library, or several by name, selected by the column `environment` of the prompts; see "
-        "docs/environments.md. None samples one turn.",
+        help="The environment that replies to the policy's turns: a class with `reset` and `step`, tools, an "
+        "environment of another library, or a dict of environments, selected by the `environment` column of the "
+        "prompts; see docs/environments.md. With None, a trajectory has one turn.",
     )
-    description: str = setting("", help="One line for `rlhf-pipeline list`.")
-    needs: str = setting("nothing", help="Prerequisites, one phrase for `rlhf-pipeline list`.")
+    description: str = setting("", help="A one-line description for `rlhf-pipeline list`.")
+    needs: str = setting("nothing", help="Prerequisites, as one phrase for `rlhf-pipeline list`.")
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
     write: WritePath = setting(factory=WritePath, help="The processing of a trajectory before it is stored.")
-    buffer: Buffer = setting(factory=Buffer, help="Where trajectories live.")
-    sample: Sample = setting(factory=Sample, help="Which trajectories a step learns from.")
+    buffer: Buffer = setting(factory=Buffer, help="The store of trajectories.")
+    sample: Sample = setting(factory=Sample, help="The trajectories that a step learns from.")
     loss: GRPO = setting(factory=GRPO, help="The loss.")
-    learn: Learn = setting(factory=Learn, help="The optimizer and the loop.")
-    replay: Replay | None = setting(None, help="Learn from stores without sampling; None samples.")
+    learn: Learn = setting(factory=Learn, help="The optimizer and the training loop.")
+    replay: Replay | None = setting(None, help="Learn from stores without sampling. With None, the run samples.")
     evaluate: Evaluate | dict[str, Evaluate] | None = setting(
         None,
-        help="Evaluate the policy on other prompts from time to time, on one set or on several by name, "
-        '`{"gsm8k": Evaluate(...)}`; see docs/evaluation.md. None does not.',
+        help='Evaluate the policy regularly on separate prompts, in one set or in several named sets, `{"gsm8k": '
+        "Evaluate(...)}`; see docs/evaluation.md. None disables evaluation.",
     )
 
     def __post_init__(self) -> None:
@@ -1202,7 +1243,7 @@ class Pipeline(Settings):
             figures |= {f"evaluate.{name}.success".replace("..", "."): evaluation.success}
         for field, figure in figures.items():
             reward_list = ", ".join(self.reward_names) or (
-                "none, because there is only one function; give it a name: Reward(f, name=...)"
+                "none, because there is only one function. Name it: Reward(f, name=...)"
             )
             yield (
                 figure is None or figure in self.reward_names,
@@ -1220,15 +1261,15 @@ class Pipeline(Settings):
         return [
             (
                 self.replay is not None or not isinstance(self.prompts, NoPrompts),
-                "it needs prompts, for example prompts=CopyDigits(), or replay=Replay() to learn from stores.",
+                "no prompts. Set prompts, for example prompts=CopyDigits(), or replay=Replay() to learn from stores.",
             ),
             (
                 not any(isinstance(evaluation.prompts, NoPrompts) for evaluation in self.evaluations.values()),
-                "evaluate: it needs prompts that the run does not learn from.",
+                "evaluate has no prompts. Set evaluate.prompts to prompts that the run does not learn from.",
             ),
             (
                 self.replay is not None or self.reward is not no_reward,
-                "it needs a reward function: (prompt, completion, answer, meta) -> float; or an environment.",
+                "no reward. Set reward to a function (prompt, completion, answer, meta) -> float, or set environment.",
             ),
             (
                 self.environment is not None or not of_environment,
@@ -1249,7 +1290,7 @@ class Pipeline(Settings):
             *(
                 (
                     not name or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_]*", name) is not None,
-                    f"the name {name!r} of a set of evaluate is not a valid folder name: use letters, digits and "
+                    f"the set name {name!r} in evaluate is not a valid folder name: use letters, digits and "
                     "underscores.",
                 )
                 for name in self.evaluations
@@ -1257,36 +1298,36 @@ class Pipeline(Settings):
             (
                 sum(evaluation.best is not None and evaluation.keep_best for evaluation in self.evaluations.values())
                 <= 1,
-                "several sets of evaluate set `best`, but only one set may choose the best checkpoint.",
+                "several sets in evaluate specify `best`, but only one set may select the best checkpoint.",
             ),
             (
                 self.evaluate is None or len(self.evaluations) > 0,
-                "evaluate is an empty dict. Add a set, or omit it.",
+                "evaluate is an empty dict. Add a set, or remove evaluate.",
             ),
             (
                 self.environment is None or not self.collect.prefill,
                 f"collect.prefill is {self.collect.prefill!r}, but the conversations of an environment have several "
-                "turns. End the generation prompt of policy.chat_template with this text.",
+                "turns. Instead, end the generation prompt of policy.chat_template with this text.",
             ),
             (
                 self.evaluate is None or self.reward is not no_reward,
-                "evaluate needs a reward function, also with replay.",
+                "evaluate needs a reward function, even with replay.",
             ),
             (
                 self.curriculum is None or (room is None and self.collect.dynamic == 1 and not self.write.drops_groups),
                 "a curriculum uses the success rate of every group, but buffer.max_trajectories, collect.dynamic "
-                "and write.zero_variance=drop each remove groups from the store. Omit these settings, or "
+                "and write.zero_variance=drop each remove groups from the store. Remove these settings, or "
                 "prompts.curriculum.",
             ),
             (
                 room is None or room >= rollout,
                 f"buffer.max_trajectories is {room}, but one rollout has {rollout} trajectories. Set it to at least "
-                "that number.",
+                f"{rollout}.",
             ),
             (
                 not (self.learn.reference_every and self.policy.lora_rank),
                 "learn.reference_every updates a reference model, but with policy.lora_rank there is none: the "
-                "reference is the model with its adapters switched off. Set one of the two to 0.",
+                "reference is the model with its adapters disabled. Set one of the two to 0.",
             ),
             (
                 self.collect.engine == "slots" or not self.policy.lora_rank,
@@ -1302,7 +1343,7 @@ class Pipeline(Settings):
             (
                 (self.write.min_group_size or 1) <= self.collect.group_size,
                 f"write.min_group_size is {self.write.min_group_size}, but a group has {self.collect.group_size} "
-                "members (collect.group_size). Set it to at most that number.",
+                f"members (collect.group_size). Set it to at most {self.collect.group_size}.",
             ),
             (
                 self.replay is not None or self.sample.strategy != "fresh" or self.sample.batch_size is None,
@@ -1311,20 +1352,19 @@ class Pipeline(Settings):
             ),
             (
                 parts == 1 or self.sample.strategy == "fresh",
-                f"learn.minibatches is {parts}: parts of the newest rollout, but "
-                f"sample.strategy={self.sample.strategy} draws its batches independently. Set sample.batch_size, "
-                "and learn.epochs for the number of batches.",
+                f"learn.minibatches is {parts}, which divides the newest rollout, but "
+                f"sample.strategy={self.sample.strategy} draws its batches independently. Set sample.batch_size "
+                "to the size of a batch, and learn.epochs to the number of batches.",
             ),
             (
                 parts <= rollout,
-                f"learn.minibatches is {parts}, but a rollout has {rollout} trajectories. Set it to at most that "
-                "number.",
+                f"learn.minibatches is {parts}, but a rollout has {rollout} trajectories. Set it to at most {rollout}.",
             ),
             (
                 self.replay is not None
                 or self.sample.strategy != "fresh"
                 or (self.sample.max_uses or epochs) >= epochs,
-                f"learn.epochs is {epochs}, and each uses the complete newest rollout, but sample.max_uses is "
+                f"learn.epochs is {epochs}, and each epoch uses the complete newest rollout, but sample.max_uses is "
                 f"{self.sample.max_uses}. Set sample.max_uses to at least {epochs}.",
             ),
             (

@@ -19,9 +19,10 @@ import functools
 import inspect
 import math
 import numbers
+import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -133,12 +134,13 @@ class Setting:
         return tuple(kind for kind in _options(self.hint) if isinstance(kind, type) and issubclass(kind, Settings))
 
     def kind(self) -> str:
-        """Return the valid values as text: `a whole number, at least 1; or none`."""
+        """Return the valid values as text: `a whole number, at least 1, or none`."""
         options = [option for option in _options(self.hint) if option is not type(None)]
-        words = " or ".join(_kind(option) for option in options)
-        bounds = self.bounds.words()
-        or_none = "; or none" if type(None) in _options(self.hint) else ""
-        return f"{words}{f', {bounds}' if bounds else ''}{or_none}"
+        words = _alternatives([_kind(option) for option in options])
+        each = "each " if typing.get_origin(options[0]) is tuple else ""
+        bounds = f", {each}{self.bounds.words()}" if self.bounds.words() else ""
+        or_none = ", or none" if type(None) in _options(self.hint) else ""
+        return f"{words}{bounds}{or_none}"
 
     def fit(self, value: Any) -> Any:
         """Return `value` in the field's type: a whole number becomes a float in a float field."""
@@ -291,23 +293,40 @@ def _choices(option: Any) -> tuple[Any, ...]:
 
 
 def _kind(option: Any) -> str:
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     if option in plain:
         return plain[option]
     if typing.get_origin(option) is tuple:
-        inner = typing.get_args(option)[0]
-        several = " and ".join(map(str, _choices(inner))) or "several"
-        return {str: "texts", float: "numbers", int: "whole numbers"}.get(inner, several) + " in a tuple"
+        return f"a tuple of {_alternatives([_plural(kind) for kind in _options(typing.get_args(option)[0])])}"
     if typing.get_origin(option) is dict:
         kind = typing.get_args(option)[1]
-        return "an object (JSON on a command line)" if kind is Any else f"several by name, each {_kind(kind)}"
+        return "an object (JSON on a command line)" if kind is Any else f"a dict with {_kind(kind)} per name"
     if choices := _choices(option):
         return f"one of {', '.join(map(str, choices))}"
     if typing.get_origin(option) is not None:
-        return "a function" if typing.get_origin(option) is Callable else "several"
+        origin = typing.get_origin(option)
+        return "a function" if origin is Callable else _with_article(getattr(origin, "__name__", str(origin)).lower())
     if getattr(option, "_is_protocol", False):
-        return f"an object with {' and '.join(_members(option))}"
-    return f"a {getattr(option, '__name__', option)}"
+        members = _members(option)
+        return f"an object with the method{'s' if len(members) > 1 else ''} {' and '.join(members)}"
+    return _with_article(getattr(option, "__name__", str(option)))
+
+
+def _plural(option: Any) -> str:
+    """Return the kind of the items of a tuple: `a function` becomes `functions`."""
+    if option is int:
+        return "whole numbers"
+    return re.sub(r"^an? (\w+)", r"\1s", _kind(option)).replace("one of ", "any of ", 1)
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    """Join alternatives with `or`, and with commas where two are not enough to read them."""
+    comma = "," if len(words) > 2 or any("," in word for word in words[:-1]) else ""
+    return f"{', '.join(words[:-1])}{comma} or {words[-1]}" if len(words) > 1 else words[0]
 
 
 def _members(protocol: type) -> list[str]:

@@ -184,7 +184,7 @@ class EmptyPrompts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyDigits(Settings):
-    """Random digits followed by `=`; the answer is the same digits.
+    """Random digits followed by `=`. The answer repeats the digits.
 
     >>> source = CopyDigits(num_digits=3)
     >>> source.prompt(0, seed=0) == source.prompt(0, seed=0)
@@ -194,7 +194,7 @@ class CopyDigits(Settings):
     """
 
     num_digits: int = setting(4, min=1, help="Number of digits to copy.")
-    as_chat: bool = setting(False, help="Always false: the prompt is raw text.")
+    as_chat: bool = setting(False, help="Always false, because the prompt is raw text.")
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return prompt number `cursor`: `num_digits` digits, then `=`."""
@@ -235,7 +235,7 @@ Skip = Literal["too_long", "empty", "no_answer"]
 
 @dataclass(frozen=True, slots=True)
 class Prompts(Settings):
-    """Prompts from files, or from rows in memory: each row has a question or chat messages, and optionally an answer.
+    """Prompts from files or from rows in memory. Each row has a question or chat messages, and optionally an answer.
 
     The defaults read GSM8K's `train.jsonl`. Everything is read once and checked completely before the first rollout, so
     a bad row stops the run at the start, not after a day. Fields are named directly, or by a dotted path
@@ -251,35 +251,45 @@ class Prompts(Settings):
 
     path: str = setting(
         "",
-        help="A file, a folder or a pattern: JSON lines, a JSON array, CSV, Parquet, Arrow, these in gzip, or a "
-        "data set that `datasets` saved. Relative paths are relative to the working directory.",
+        help="A file, a folder or a glob pattern. Supported formats: JSON Lines, a JSON array, CSV, Parquet and Arrow, "
+        "each optionally compressed with gzip, and datasets saved with `datasets`. Relative paths are relative to "
+        "the working directory.",
     )
     _: KW_ONLY
     rows: RowsInMemory | Iterable[Mapping[str, Any]] | None = setting(
-        None, help="Rows in memory instead of a path: a list of dicts, or a data set of `datasets`. Only in Python."
+        None,
+        help="Rows in memory instead of a path: a list of dicts, or a dataset from `datasets`. Can only be set in "
+        "Python.",
     )
-    prompt_field: str = setting("question", help="The field with the prompt: text, or a list of chat messages.")
+    prompt_field: str = setting(
+        "question", help="The field that contains the prompt, as text or as a list of chat messages."
+    )
     answer_field: str | None = setting(
-        "answer", help="The field with the reference answer, any JSON value; none if the data has no answers."
+        "answer",
+        help="The field that contains the reference answer, which can be any JSON value; None if the data has no "
+        "answers.",
     )
     meta_fields: tuple[str, ...] | None = setting(
-        None, help="The columns that are passed to the reward as `meta`; None for all except prompt and answer."
+        None,
+        help="The columns that are passed to the reward as `meta`; None passes all columns except prompt and answer.",
     )
     system: str | None = setting(
-        None, help="A system message, inserted before every prompt that has no system message. Needs a chat template."
+        None,
+        help="A system message that is inserted before every prompt without a system message. Requires a chat "
+        "template.",
     )
-    shuffle: bool = setting(True, help="Shuffle the rows again in every epoch; false keeps their order.")
+    shuffle: bool = setting(True, help="Reshuffle the rows in every epoch; false keeps their order.")
     as_chat: bool = setting(True, help="Apply the tokenizer's chat template to the prompt, if it has one.")
     chat_template_kwargs: dict[str, Any] = setting(
-        factory=dict, help='Arguments of the chat template, for example `{"enable_thinking": false}`.'
+        factory=dict, help='Arguments for the chat template, for example `{"enable_thinking": false}`.'
     )
     skip: tuple[Skip, ...] | Skip = setting(
         (),
-        help="Rows to skip and count instead of rejecting them: `too_long` (longer than the model's context allows, "
-        "or than `max_prompt_tokens`), `empty` (no text), `no_answer` (missing or null).",
+        help="Rows to skip and count instead of rejecting them: `too_long` (longer than the model's context or "
+        "`max_prompt_tokens`), `empty` (no text), `no_answer` (the answer is missing or null).",
     )
     max_prompt_tokens: int | None = setting(
-        None, min=1, help="The maximum length of a prompt in tokens; None for the limit of the model's context."
+        None, min=1, help="Maximum number of tokens in a prompt; None uses the model's context length."
     )
     limit: int | None = setting(None, min=1, help="Use only the first `limit` rows.")
 
@@ -385,20 +395,20 @@ class Curriculum(Settings):
     0.6
     """
 
-    every: int = setting(min=1, help="Rollouts between two changes of the weights.")
+    every: int = setting(min=1, help="Number of rollouts between two updates of the weights.")
     by: str | None = setting(
         None,
         help=(
-            "The name of the reward or component that determines whether a completion is right; None is the total "
+            "The name of the reward or component that determines whether a completion is correct; None uses the total "
             "reward."
         ),
     )
-    success_at: float = setting(1.0, help="The minimum value of a right completion.")
+    success_at: float = setting(1.0, help="The minimum reward of a correct completion.")
     least: float = setting(
         0.1,
         above=0,
         max=1,
-        help=("The share of its weight that a source keeps if all of its prompts are solved, or none of them."),
+        help=("The share of its weight that a source keeps if all or none of its prompts are solved."),
     )
 
     def weight(self, base: float, success: Sequence[float]) -> float:
@@ -414,7 +424,7 @@ class Curriculum(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Settings):
-    """Several sources with weights: each source contributes its share of any sequence of consecutive prompts.
+    """Several weighted sources. Each source contributes its share of any sequence of consecutive prompts.
 
     Which source gives prompt number `cursor` depends on the weights alone, and which of its prompts on the seed and on
     how many it gave before. So a mixture resumes like its sources, and no source waits for the epoch of another.
@@ -430,9 +440,11 @@ class Mix(Settings):
     """
 
     sources: tuple[PromptSource, ...] = setting(help="The sources of prompts.")
-    weights: tuple[float, ...] = setting((), above=0, help="A weight per source; none for equal weights.")
+    weights: tuple[float, ...] = setting(
+        (), above=0, help="One weight per source; if empty, all sources have the same weight."
+    )
     curriculum: Curriculum | None = setting(
-        None, help="Adjust the weights to the stored success rates, see `Curriculum`; none keeps them constant."
+        None, help="Adjusts the weights to the stored success rates; see `Curriculum`. None keeps the weights constant."
     )
 
     def _rules(self) -> list[tuple[bool, str]]:

@@ -119,7 +119,7 @@ def test_steps_on_a_rollout_are_said_once(pipeline):
         ([("sample.max_uses", "1")], r"Set sample\.max_uses to at least 2"),
         ([("sample.strategy", "uniform")], r"draws its batches independently\. Set sample\.batch_size"),
         ([("sample.batch_size", "8")], r"or learn\.minibatches parts of it"),
-        ([("learn.minibatches", "257")], r"a rollout has 256 trajectories\. Set it to at most that number"),
+        ([("learn.minibatches", "257")], r"a rollout has 256 trajectories\. Set it to at most 256"),
     ):
         with pytest.raises(DefinitionError, match=message):
             apply_overrides(parts, pairs)
@@ -203,7 +203,10 @@ def test_the_rate_warms_up_by_a_share_and_falls_to_a_minimum():
     assert [longer.learning_rate(step) for step in range(1, 13)] == rates
     cosine = dataclasses.replace(learn, lr_schedule="cosine")
     assert cosine.learning_rate(7) == pytest.approx(0.55)
-    for wrong, message in (({"warmup_steps": 3}, "given twice"), ({"min_lr": 2.0}, r"min_lr is 2\.0, above lr")):
+    for wrong, message in (
+        ({"warmup_steps": 3}, "only one may be set"),
+        ({"min_lr": 2.0}, r"min_lr is 2\.0; it must be at most lr"),
+    ):
         with pytest.raises(DefinitionError, match=message):
             dataclasses.replace(learn, **wrong)
 

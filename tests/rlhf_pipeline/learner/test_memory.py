@@ -117,5 +117,5 @@ def test_losses_that_cannot_be_are_refused():
     ):
         with pytest.raises(DefinitionError, match=message):
             pipeline(**changes)
-    with pytest.raises(DefinitionError, match="cispo has no minimum"):
+    with pytest.raises(DefinitionError, match="which objective=cispo does not use"):
         GRPO(objective="cispo", dual_clip=3.0)

@@ -148,8 +148,8 @@ def test_a_run_may_have_another_name_from_a_resume_on(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logger_project": "p"}, "logger_project is for logger=wandb and trackio, but the logger is None"),
-        ({"logger": "csv", "logger_samples": 3}, "are for logger=wandb, but the logger is csv"),
+        ({"logger_project": "p"}, "logger_project needs logger=wandb or logger=trackio, but the logger is None"),
+        ({"logger": "csv", "logger_samples": 3}, "need logger=wandb, but the logger is csv"),
         ({"logger_name": "n"}, "logger_name needs a logger"),
     ],
 )

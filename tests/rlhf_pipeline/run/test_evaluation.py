@@ -127,7 +127,7 @@ def test_prompts_that_are_learned_from_are_refused(tmp_path):
     shared = dataclasses.replace(tiny(), prompts=train, evaluate=dataclasses.replace(HELD_OUT, prompts=test))
     with pytest.raises(DefinitionError, match="has 1 prompts that the run learns from; the first is '2='"):
         Run(pipeline=shared, run_dir=tmp_path / "run").checked()
-    with pytest.raises(DefinitionError, match="it needs prompts that the run does not learn from"):
+    with pytest.raises(DefinitionError, match=r"evaluate\.prompts to prompts that the run does not learn from"):
         dataclasses.replace(tiny(), evaluate=Evaluate())
 
 
@@ -310,7 +310,7 @@ def test_a_run_recorded_by_text_is_compared_by_text(tmp_path):
 
 def test_the_figure_for_the_best_weights_must_exist(tmp_path):
     """pass@k of more completions than a group has, and a misspelt name: refused at once or by the first evaluation."""
-    with pytest.raises(DefinitionError, match=r"best is 'pass@8', but a group has 4 completions.*best='pass@4'"):
+    with pytest.raises(DefinitionError, match=r"best is 'pass@8', but group_size is 4.*best='pass@4'"):
         Evaluate(prompts=CopyDigits(num_digits=3), group_size=4, best="pass@8")
     with pytest.raises(DefinitionError, match="best is 'pass@0'"):
         Evaluate(prompts=CopyDigits(num_digits=3), best="pass@0")
