@@ -184,15 +184,15 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
         (
             "frozen_lake",
             "uniform",
-            {"fresh x3, lr/3": "at a third of the learning rate is {}", "fresh x3, min_ess": "with the guard {}"},
+            {"fresh x3, lr/3": "at a third of the learning rate is {}", "fresh x3, min_ess": "with the guard is {}"},
         ),
         (
             "sokoban",
             "freshness-weighted",
             {
-                "fresh x3": "minus three steps on each rollout {}",
-                "fresh x3, lr/3": "minus those at a third of the learning rate {}",
-                "fresh x3, min_ess": "minus those with the guard {}",
+                "fresh x3": "difference from three steps on each rollout is {}",
+                "fresh x3, lr/3": "from three steps at a third of the learning rate {}",
+                "fresh x3, min_ess": "from three steps with the guard {}",
                 "uniform": "difference from uniform replay ({})",
             },
         ),
