@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -14,6 +13,7 @@ from rlhf_pipeline.buffer._slot_map import IN_TURN_AT
 from rlhf_pipeline.buffer.trajectory_schema import SLOT, WAITING
 from rlhf_pipeline.errors import MissingPathError
 from trajectory_store import TrajectoryStore
+from trajectory_store.new_files import write_atomically
 from trajectory_store.recorder.standard import LEFT_OUT
 
 _CHUNK = 1024
@@ -55,12 +55,8 @@ def dump_store(store: TrajectoryStore, ids: np.ndarray, path: Path, *, first_slo
     folder = path / f"store-{uuid.uuid4().hex[:12]}"
     with TrajectoryStore.create(folder, store.schema, durability="power") as target:
         copy_rows(store, target, ids)
-    pointer = path / f"{_POINTER}.{os.getpid()}"
-    with pointer.open("w", encoding="utf-8") as file:
-        json.dump({"store": folder.name, "rows": len(ids), "first_slot": first_slot}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(pointer, path / _POINTER)
+    pointer = {"store": folder.name, "rows": len(ids), "first_slot": first_slot}
+    write_atomically(path / _POINTER, json.dumps(pointer).encode())
     for old in path.glob("store-*"):
         if old.name != folder.name:
             shutil.rmtree(old, ignore_errors=True)

@@ -7,11 +7,9 @@ storages, frees slots for overwriting, and loses its counts when the process end
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,29 +21,20 @@ from rlhf_pipeline.buffer._strategy import Ints, StoreView, TrajectorySampler, U
 from rlhf_pipeline.buffer.trajectory_schema import USES
 from rlhf_pipeline.errors import DataError, DefinitionError
 from trajectory_store import TrajectoryStore
+from trajectory_store.locks import locked
 
 LOCK = "claims.lock"
 """The lock file in the store's folder; it is empty, and may be deleted while no process reads the store."""
 
 
-@contextmanager
-def claiming(store: TrajectoryStore) -> Iterator[None]:
+def claiming(store: TrajectoryStore) -> AbstractContextManager[None]:
     """Lock out all other processes, and other threads, that claim rows of the store.
 
     The kernel releases the lock when its holder dies. A store outside a local folder has no lock, and only one process
     may claim its rows. On a network file system, `flock` must work across machines, as for writers.
     """
     folder = Path(str(store.path))
-    if not folder.is_dir():
-        yield
-        return
-    # Each claim has its own descriptor: processes and threads that share one would share the lock.
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+    return locked(folder / LOCK) if folder.is_dir() else nullcontext()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

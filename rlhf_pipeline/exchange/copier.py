@@ -8,9 +8,10 @@ from pathlib import Path
 from rlhf_pipeline.data.episodes import complete_episodes, stored_last_rows
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange.exporter import Backend, ExportReport, chosen
-from rlhf_pipeline.exchange.target import atomic_target, check_absent
+from rlhf_pipeline.exchange.target import check_absent
 from trajectory_store import TrajectoryStore
 from trajectory_store.copying import copy_store as copy_intact
+from trajectory_store.new_files import new_file
 
 
 def copy_store(
@@ -54,7 +55,8 @@ def copy_store(
             num_chosen = len(ids)
             ids, _ = complete_episodes(opened, ids[stored_last_rows(opened, ids)])
             left_out += num_chosen - len(ids)
-        with atomic_target(target) as part:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(target, exclusive=False) as part:
             copy_intact(opened, part, ids, backend=backend, on_rows=on_rows)
         columns = opened.schema.names
     return ExportReport(path=target, kind=backend, num_trajectories=len(ids), num_left_out=left_out, columns=columns)

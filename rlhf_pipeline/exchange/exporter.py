@@ -20,9 +20,10 @@ from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.exchange._values import schema_beside, to_json
 from rlhf_pipeline.exchange.atif_documents import atif_documents
-from rlhf_pipeline.exchange.target import atomic_target, check_absent
+from rlhf_pipeline.exchange.target import check_absent
 from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.arrow import arrow_schema, write_parquet
+from trajectory_store.new_files import new_file
 from trajectory_store.recorder.learnable_rows import learnable_rows
 from trajectory_store.recorder.standard import INTERNAL
 
@@ -102,7 +103,8 @@ def export_store(
     check_absent(target, *([beside] if kind == "jsonl" else []))
     with chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable) as (opened, ids, left_out):
         schema = opened.schema if columns is None else Schema([opened.schema[name] for name in columns])
-        with atomic_target(target) as part:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(target, exclusive=False) as part:
             _WRITERS[kind](part, opened, schema, _parts(ids, batch_rows, on_batch))
             if kind != "parquet":
                 written = beside if kind == "jsonl" else schema_beside(part, kind)
@@ -117,7 +119,8 @@ def _export_atif(
     on_batch: Callable[[int, int], None] | None,
 ) -> ExportReport:
     check_absent(target)
-    with selection as (opened, ids, left_out), atomic_target(target) as part:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with selection as (opened, ids, left_out), new_file(target, exclusive=False) as part:
         documents = (
             document for some in _parts(ids, batch_rows, on_batch) for document in atif_documents(opened, some)
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,19 +23,6 @@ def check_absent(*paths: Path) -> None:
     for path in paths:
         if path.exists():
             raise RunExistsError(f"{path} already exists. Choose another path with --to, or remove it.")
-
-
-@contextmanager
-def atomic_target(target: Path) -> Iterator[Path]:
-    """Give a path to write a file or a folder at; it becomes `target` at the end, or is removed after an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        yield part
-        part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from transformers import (
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
 from rlhf_pipeline.policies.loading import load_model, load_tokenizer, quiet_progress
 from rlhf_pipeline.policies.model_source import empty_folder, resolve_source
+from trajectory_store.new_files import new_file
 
 # The special tokens of Qwen2's chat models.
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
@@ -131,14 +131,10 @@ def model_from_gguf(folder: str | os.PathLike[str], *, gguf: str | os.PathLike[s
 def _write(target: Path, model: Any, tokenizer: Any) -> None:
     """Build the folder under another name, and rename it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
-    try:
+    with new_file(target, exclusive=False) as part:
         with quiet_progress():
-            model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
 
 
 def scratch_model(

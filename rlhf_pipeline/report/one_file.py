@@ -18,8 +18,8 @@ from rlhf_pipeline.report.scans import all_rows, page_of
 from rlhf_pipeline.report.stored import Ids
 from rlhf_pipeline.report.view.answers import answer
 from rlhf_pipeline.run.address import Address, below
-from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
+from trajectory_store.new_files import write_atomically
 
 MOST_BYTES: Final = 1_650_000
 """Of all recorded answers; with the pages themselves the file stays under 2 MB."""

@@ -1,10 +1,9 @@
-"""Files and folders that are complete or absent: replaced by rename, synced, checksummed. Imports no torch."""
+"""Folders that are complete or absent: replaced by rename, synced, checksummed. Imports no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,34 +12,12 @@ from typing import Any, Final
 
 import google_crc32c
 
+from trajectory_store.new_files import sync_path
+
 MANIFEST: Final = "files.json"
 """The file in a sealed folder with the length and the CRC32C of every other file."""
 
 _CHUNK: Final = 1 << 22
-
-
-def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a whole file so that a reader, or a restart after a crash, sees the old content or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
-    if sync:
-        sync_path(path.parent)
-
-
-def sync_path(path: Path) -> None:
-    """Sync a file, or the renames in a folder, so that they survive a power loss; a missing path is ignored."""
-    if not path.exists():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ copy, and a mirror is notified what of them is needed, written and gone; see `ru
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import logging
 import os
@@ -32,11 +31,11 @@ from rlhf_pipeline.errors import RunExistsError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import Address, below
 from rlhf_pipeline.run.checkpoint import list_checkpoints, step_of
-from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.place import place_of
-from rlhf_pipeline.run.processes.heartbeat import try_lock
 from rlhf_pipeline.run.record import RunConfig, RunRecord
 from rlhf_pipeline.run.rows import StepRows
+from trajectory_store.locks import try_lock
+from trajectory_store.new_files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -245,13 +244,6 @@ class RunFolder:
                     f"the run {self.address} is in use by its own processes ({', '.join(sorted(at_work))}). {advice} "
                     "(At a URL a killed process counts as running until its lease ends.)"
                 )
-            yield
-
-    @contextmanager
-    def setup_lock(self) -> Iterator[None]:
-        """Hold the lock under which only one process of the run sets up the folder."""
-        with (self.path / filenames.SETUP_LOCK).open("a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _holder(self, written: str) -> str:

@@ -20,7 +20,7 @@ from rlhf_pipeline.data.files import field_of, find_sources
 from rlhf_pipeline.errors import PipelineError, RunMismatchError
 from rlhf_pipeline.policies.model_source import template_file
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.files import write_atomically
+from trajectory_store.new_files import write_atomically
 
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 _TEXT_FILES: Final = (

@@ -5,7 +5,6 @@ Every check raises the error that the run itself would raise, or a better one.
 
 from __future__ import annotations
 
-import fcntl
 import re
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError, RunStorageError, di
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.bound_rewards import bound_rewards, check_columns, prompts_field
 from rlhf_pipeline.run.selection import open_sources, stores_of
+from trajectory_store.locks import try_lock
 
 _DEVICES = ("cpu", "cuda", "mps")
 
@@ -53,13 +53,9 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
 def _keeps_others_out(path: Path) -> bool:
     with path.open("rb") as first, path.open("rb") as second:
         try:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return try_lock(first) and not try_lock(second)
         except OSError:  # some file systems of a network have no locks
             return False
-    return False
 
 
 def check_device(device: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from rlhf_pipeline.policies.chat import encode_any, encode_text
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler, Notice, ignore_events
 from rlhf_pipeline.run.template_check import template_notices
+from trajectory_store.new_files import new_file
 
 _CHARACTERS_A_TOKEN: Final = 16
 """A prompt with more characters per position of the context is first encoded in part: encoding is not linear."""
@@ -238,6 +238,5 @@ def _remember(file: Path, text: str) -> None:
     """Write the file whole or not at all; where it cannot be written, the next start checks again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
-            temporary.write(text)
-        Path(temporary.name).replace(file)
+        with new_file(file, exclusive=False) as part:
+            part.write_text(text, encoding="utf-8")

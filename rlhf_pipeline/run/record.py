@@ -20,11 +20,11 @@ from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.errors import DataError, DefinitionError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.config_diff import acts_differently, changes, definition_at
-from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.inputs import describe_inputs, keep_inputs, place
 from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.place import not_found
 from rlhf_pipeline.run.recorded_code import changed_code, describe_code
+from trajectory_store.new_files import write_atomically
 
 if TYPE_CHECKING:
     from rlhf_pipeline.run.remote.mirror import Mirror

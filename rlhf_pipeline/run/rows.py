@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final, overload
 import google_crc32c
 
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.run.files import sync_path
+from trajectory_store.new_files import sync_path
 
 Row = dict[str, Any]
 

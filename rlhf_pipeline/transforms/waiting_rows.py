@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import math
-import os
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +44,7 @@ from rlhf_pipeline.transforms.groups import (
     with_penalty,
 )
 from trajectory_store import TrajectoryStore
+from trajectory_store.locks import locked
 from trajectory_store.recorder.standard import LEFT_OUT
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
@@ -54,8 +52,6 @@ _SCORED = ("task_reward", "kl_coef", "log_probs")
 
 _NEWEST = 16_384
 """Rows of the store among which a member is looked for that begins a group."""
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RowUpdate(NamedTuple):
@@ -106,15 +102,8 @@ class WaitingRows:
     def lock(self, until: ExitStack) -> None:
         """Lock out other processes that complete groups, until the stack is closed; only if the store is a folder."""
         folder = Path(self.store.path)
-        if not folder.is_dir():
-            return
-        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        until.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:  # without locks, only one process may write
-                raise
+        if folder.is_dir():
+            until.enter_context(locked(folder, required=False))  # without locks, only one process may write
 
     def read(self, queue: GroupQueue, among: Collection[Hashable] | None = None) -> None:
         """Add the waiting rows of all processes to an empty queue, identified by their group's number."""

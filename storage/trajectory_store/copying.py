@@ -16,6 +16,7 @@ import numpy.typing as npt
 from trajectory_store.bucket import FolderBucket
 from trajectory_store.catalog_log import Journal, State, number_of, record_keys
 from trajectory_store.errors import CorruptionError, SchemaError, StoreExistsError, WriteFailedError
+from trajectory_store.new_files import new_file, sync_path
 from trajectory_store.options import Backend
 from trajectory_store.ragged import Int64Array
 from trajectory_store.root import Root
@@ -50,10 +51,16 @@ def copy_folder(source: Path, target: Path, root: Root) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StoreExistsError(f"{target} already exists. Choose another path for the copy.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    building = target.parent / f".partial-{target.name}"
-    shutil.rmtree(building, ignore_errors=True)
+    with new_file(target, sync=True) as building:
+        journal = Journal(FolderBucket(source, durable=False), root.catalog_json(), root.first_state)
+        _copy_rounds(source, building, journal)
+        for path in building.rglob("*"):
+            sync_path(path)
+
+
+def _copy_rounds(source: Path, building: Path, journal: Journal) -> None:
+    """Copy a store's files, in rounds, until the catalog does not change during one."""
     unchanged_before = 0.0
-    journal = Journal(FolderBucket(source, durable=False), root.catalog_json(), root.first_state)
     for _ in range(_ROUNDS):
         began = time.time()
         journal.catch_up()
@@ -65,16 +72,9 @@ def copy_folder(source: Path, target: Path, root: Root) -> None:
                 break
         unchanged_before = began - _CLOCK_S
     else:
-        shutil.rmtree(building, ignore_errors=True)
         raise WriteFailedError(
             f"{source} could not be copied: its catalog changed during each of {_ROUNDS} rounds. Pause its writers."
         )
-    for path in (*building.rglob("*"), building):
-        _sync(path)
-    if target.exists():
-        target.rmdir()
-    building.rename(target)
-    _sync(target.parent)
 
 
 def _copy_round(source: Path, building: Path, state: State, unchanged_before: float) -> None:
@@ -124,14 +124,6 @@ def _copy_file(source: Path, target: Path) -> None:
             for place in range(begin, end, _CHUNK):
                 os.pwrite(writer.fileno(), os.pread(reader.fileno(), min(_CHUNK, end - place), place), place)
             at = end
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Rows

@@ -7,7 +7,6 @@ replay every power loss in between. Only regular files are opened, and links are
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import time
@@ -18,10 +17,10 @@ from typing import Any, cast
 
 import numpy.typing as npt
 
+from trajectory_store import locks
 from trajectory_store.errors import CorruptionError, ReadFailedError, StoreError, UnsyncedError, WriteFailedError
 
 Data = bytes | memoryview | npt.NDArray[Any]
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -261,14 +260,11 @@ def remove_tree(root: Path) -> None:
 def try_lock(fd: int) -> bool | None:
     """Try to take the exclusive lock of an open file: False if another process holds it, None if there are no locks."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return locks.try_lock(fd)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in locks.UNSUPPORTED:
             raise
         return None
-    return True
 
 
 @contextmanager
@@ -288,7 +284,7 @@ def short_lock(fd: int, path: Path, patience_s: float = 10.0) -> Generator[None]
         yield
     finally:
         if is_locked_here:
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            locks.unlock(fd)
 
 
 def is_locked(path: Path) -> bool | None:
@@ -301,16 +297,13 @@ def is_locked(path: Path) -> bool | None:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not locks.try_lock(fd, shared=True)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in locks.UNSUPPORTED:
             raise
         return None
     finally:
         os.close(fd)
-    return False
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from trajectory_store import arrow
 from trajectory_store.errors import BatchError, PlaceError
+from trajectory_store.new_files import new_file
 from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Columns, Ids, StoreReads, as_ids, following
 from trajectory_store.schema import Schema
@@ -279,13 +280,9 @@ class StoreTable(StoreReads):
         """
         pa, target = arrow.pyarrow("to_parquet"), Path(path).expanduser()
         among = self.intact(ids, skip_damaged=skip_damaged)
-        part = target.with_name(f".{target.name}.part")
         tables = (pa.Table.from_batches([rows]) for rows in self._record_batches(columns, among, _ITER_ROWS))
-        try:
+        with new_file(target) as part:
             arrow.write_parquet(part, Schema(self.schema.select(columns)), tables)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
         return len(among)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajectory_store.new_files import new_file
 from trajectory_store.reads import Ids, as_ids
 
 if TYPE_CHECKING:
@@ -63,20 +64,16 @@ def write_text_rows(store: StoreTable, path: Path, ids: Ids, columns: Sequence[s
         The number of trajectories in the file.
     """
     names = ["id", *(column.name for column in store.schema.select(columns))]
-    part, count = path.with_name(f".{path.name}.part"), 0
-    try:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, names, lineterminator="\n") if path.suffix == ".csv" else None
-            if table is not None:
-                table.writeheader()
-            for row in plain_rows(store, ids, columns):
-                count += 1
-                if table is None:
-                    file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-                else:
-                    cells = {name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in row.items()}
-                    table.writerow(cells)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    count = 0
+    with new_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, names, lineterminator="\n") if path.suffix == ".csv" else None
+        if table is not None:
+            table.writeheader()
+        for row in plain_rows(store, ids, columns):
+            count += 1
+            if table is None:
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            else:
+                cells = {name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in row.items()}
+                table.writerow(cells)
     return count

@@ -17,7 +17,6 @@ were sampled with any other label are rejected.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import json
 import math
@@ -48,6 +47,7 @@ from rlhf_pipeline.policies.engines.protocol import (
 )
 from rlhf_pipeline.policies.engines.turn_requests import TurnRequests, run_turns
 from rlhf_pipeline.policies.engines.turn_rows import Partner, TurnRow
+from trajectory_store.locks import locked
 
 __all__ = ["HTTPEngine"]
 
@@ -518,12 +518,9 @@ class _ServerCall:
         return Row(tokens, [token["logprob"] for token in content], versions, reason)
 
 
-@contextlib.contextmanager
-def _turn(weights: Path) -> Iterator[None]:
+def _turn(weights: Path) -> contextlib.AbstractContextManager[None]:
     """Wait until no other process of this run gives the server weights, and hold the others back meanwhile."""
-    with (weights.parent / ".engine.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return locked(weights.parent / ".engine.lock")
 
 
 def _folder_tag(folder: Path) -> str:

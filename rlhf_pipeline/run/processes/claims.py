@@ -17,7 +17,6 @@ For an object store, where the kernel drops nothing, see `run.remote.rollouts`.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from abc import ABC, abstractmethod
@@ -27,11 +26,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.files import write_atomically
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import holder
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
 from rlhf_pipeline.run.processes.weights import Published
+from trajectory_store.locks import locked
+from trajectory_store.new_files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,8 +197,7 @@ class FolderClaims(Claims):
 
     def claim(self, published: Published) -> int | None:
         """Take the lowest free number, or None if it may not start yet."""
-        with (self._folder / filenames.LOCK).open("a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self._folder / filenames.LOCK):
             claimed = self._claimed()
             self.work.look(published)  # after the claims: if that of a finished rollout is gone, its record is here
             in_flight = {number: version for number, version in claimed.items() if not self.work.is_done(number)}

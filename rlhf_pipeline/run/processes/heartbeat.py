@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -12,10 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self
 
 from rlhf_pipeline.errors import RunExistsError, plain
-from rlhf_pipeline.run.files import write_atomically
+from trajectory_store.locks import try_lock
+from trajectory_store.new_files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -199,12 +199,3 @@ def is_alive(folder: Path, name: str) -> bool:
             return not try_lock(file)
         except OSError:  # a disk without locks: `run` and `doctor` report it
             return False
-
-
-def try_lock(file: IO[str], *, shared: bool = False) -> bool:
-    """Take the lock of an open file, or return False at once."""
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -9,6 +9,7 @@ from typing import Final
 
 from rlhf_pipeline.config import Pipeline
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError, RunMismatchError, typed
+from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.completeness import came_to_nothing, check_parts, clear_failed_start
 from rlhf_pipeline.run.continuation import (
     check_free_or_recorded,
@@ -25,6 +26,7 @@ from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
 from rlhf_pipeline.run.record import Setup
 from trajectory_store import StoreError, TrajectoryStore
+from trajectory_store.locks import locked
 
 ALONE_S: Final = 30.0
 """How long the learner waits for collectors before it reports that none is alive."""
@@ -63,7 +65,7 @@ def shared_run(
                     clear_failed_start(folder)
         try:
             with folder.lock(shared=True):
-                with folder.setup_lock():
+                with locked(folder.path / filenames.SETUP_LOCK):
                     again = folder.record.exists
                     begins = not again
                     check_free_or_recorded(folder, resume=again)

@@ -19,10 +19,9 @@ from rlhf_pipeline.run.files import (
     folder_problem,
     new_folder,
     remove_folder,
-    sync_path,
-    write_atomically,
 )
 from rlhf_pipeline.run.folder import RunFolder
+from trajectory_store.new_files import sync_path, write_atomically
 
 _NUM_RETAINED = 3
 """Versions that are kept, including the newest."""

@@ -22,6 +22,7 @@ from typing import Any, Final
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.files import folder_problem
+from trajectory_store.new_files import new_file
 from trajectory_store.objects.remote import ObstoreBucket
 
 PACKS: Final = "packs"
@@ -113,20 +114,18 @@ class BundledFolders:
         if raw is None:
             return
         files = _files_of(raw, name)
-        temporary = final.with_name(f".{final.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
         pieces = self._fetch([piece for some in files.values() for piece in some], name)
-        for file, some in files.items():
-            path = temporary / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as out:
-                for content, _ in some:
-                    place = out.tell()
-                    out.write(pieces[content])
-                    self._here[content] = Span(str(final / file), place, len(pieces[content]))
-        with suppress(FileNotFoundError):
-            shutil.rmtree(final)
-        os.rename(temporary, final)
+        with new_file(final) as temporary:
+            for file, some in files.items():
+                path = temporary / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as out:
+                    for content, _ in some:
+                        place = out.tell()
+                        out.write(pieces[content])
+                        self._here[content] = Span(str(final / file), place, len(pieces[content]))
+            with suppress(FileNotFoundError):
+                shutil.rmtree(final)
 
     def _fetch(self, pieces: list[tuple[str, Span]], name: str) -> dict[str, bytes]:
         """Return pieces by their hash: from files of this process if they have them, else from the packs."""

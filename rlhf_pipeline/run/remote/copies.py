@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -10,6 +9,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from trajectory_store.locks import try_lock
 
 CACHE: Final = "RLHF_PIPELINE_CACHE"
 """The environment variable with the folder for copies; by default the system's temporary folder."""
@@ -28,13 +29,12 @@ def new_copy(owner: object, url: str = "") -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     for sibling in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), (sibling / _LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(sibling, ignore_errors=True)
+            if try_lock(file):
+                shutil.rmtree(sibling, ignore_errors=True)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / _LOCK).exists():
+        if try_lock(lock) and (folder / _LOCK).exists():
             os.write(lock, url.encode())
             weakref.finalize(owner, _remove, folder, lock)
             return folder

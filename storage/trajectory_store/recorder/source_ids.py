@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trajectory_store.errors import StoreBusyError, StoreExistsError, StoreNotFoundError
+from trajectory_store.locks import locked, try_lock
 from trajectory_store.schema import Schema
 from trajectory_store.store import TrajectoryStore
 
@@ -24,21 +24,16 @@ def store_lock(store: Path, *, shared: bool = False, refusal: str) -> Generator[
     """Hold the lock on the folder of a store: recorders share it, imports and compactions have it alone."""
     folder = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(folder, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreBusyError(refusal) from error
+        if not try_lock(folder, shared=shared):
+            raise StoreBusyError(refusal)
         yield
     finally:
         os.close(folder)
 
 
-@contextmanager
-def alone(store: Path) -> Generator[None]:
+def alone(store: Path) -> AbstractContextManager[None]:
     """Hold the lock that processes take to write what depends on what is there."""
-    with (store / _LOCK).open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return locked(store / _LOCK)
 
 
 def next_base(store: TrajectoryStore) -> int:

@@ -4,16 +4,7 @@ import json
 
 import pytest
 
-from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy, write_atomically
-
-
-def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path):
-    """With and without a sync the new content is there, and no temporary file."""
-    for sync in (True, False):
-        write_atomically(tmp_path / "a.json", b"first", sync=sync)
-        write_atomically(tmp_path / "a.json", b"second", sync=sync)
-        assert (tmp_path / "a.json").read_bytes() == b"second"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+from rlhf_pipeline.run.files import folder_problem, new_folder, remove_folder, tidy
 
 
 def test_a_sealed_folder_lists_every_file_with_its_checksum(tmp_path):
