@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,26 @@ def flip_value(store: Path, column: str, row: int) -> None:
         at = int(opened.lengths(column, opened.ids()[: row + 1]).sum()) - 1 if known.ragged else row
     (file,) = store.glob(f"seg-*/{column}/c/0")
     flip(file, at * np.dtype(known.dtype).itemsize)
+
+
+def flip_first(segment: Path, column: str, *, is_archived: bool, number: int = 0) -> tuple[Path, bytes]:
+    """Flip a bit of the first value of a column in a segment; return the file, and what was there.
+
+    Args:
+        segment: the folder of the segment.
+        column: the name.
+        is_archived: each commit is a zip archive, as in a segment of `zarr` that is not merged.
+        number: of the commit, if they are archives.
+    """
+    if not is_archived:
+        file = segment / column / "c" / "0"
+        return file, flip(file, 2)
+    file = segment / f"{number:08d}.zip"
+    with zipfile.ZipFile(file) as archive:
+        header = archive.getinfo(f"{column}/c/0").header_offset
+    raw = file.read_bytes()
+    begin = header + 30 + sum(int.from_bytes(raw[header + at : header + at + 2], "little") for at in (26, 28))
+    return file, flip(file, begin + 2)
 
 
 def used(file: Path) -> int:

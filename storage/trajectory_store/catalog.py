@@ -450,10 +450,11 @@ class Catalog:
                 f"{self.medium.where}: {lost} cannot be opened, so the damaged rows are unknown. Run verify(), and "
                 "restore it from a copy."
             )
-        if not self.is_checked:
+        is_complete = self.medium.complete  # elsewhere rows are compared when they are fetched, and some may not be yet
+        if not (self.is_checked and is_complete):
             for segment, rows in (*updates, *runs):
                 self.check([(segment, rows)], segment.schema.columns)
-            if not self.medium.complete:  # there, rows are compared when they are fetched
+            if not is_complete:
                 self.find_damage([*updates, *runs])
         lost_updates = [(u, gap) for u, _ in updates for gap in u.gaps if u.is_damage(gap)]
         unknown = [(u, gap) for u, gap in lost_updates if u.sure_targets(gap) is None]

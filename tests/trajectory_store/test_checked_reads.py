@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.damage import flip
+from tests.damage import flip, flip_first
 from tests.moments import at_call
 from trajectory_store import Column, CorruptionError, TrajectoryStore
 from trajectory_store.local_segment import LocalSegment
@@ -116,14 +115,7 @@ def test_rows_that_arrive_while_reading_are_checked_too(tmp_path, backend):
 def flip_later(path: Path, backend: str, column: str, *, merged: bool) -> tuple[Path, bytes]:
     """Flip a bit of the first later value of a column; return the file, and what was there."""
     segment = max(path.glob("seg-*-merged" if merged else "seg-*"))
-    if merged or backend == "memmap":
-        return segment / column / "c" / "0", flip(segment / column / "c" / "0", 2)
-    file = segment / "00000000.zip"
-    with zipfile.ZipFile(file) as archive:
-        header = archive.getinfo(f"{column}/c/0").header_offset
-    raw = file.read_bytes()
-    begin = header + 30 + sum(int.from_bytes(raw[header + i : header + i + 2], "little") for i in (26, 28))
-    return file, flip(file, begin + 2)
+    return flip_first(segment, column, is_archived=backend == "zarr" and not merged)
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["updated", "added"])
@@ -171,6 +163,19 @@ def test_a_damaged_later_value_costs_its_rows(tmp_path, backend, merged, added):
         store.refresh()
         assert store.read_scalars(column).tolist() == [0] * 10 + [1] * 10 + [0] * 60
         assert store.ids().tolist() == every.tolist()
+
+
+@pytest.mark.parametrize("backend", ["memmap", "zarr"])
+def test_intact_compares_what_no_read_has_fetched(tmp_path, backend):
+    """After a read of one column, damage in another one is reported, or its rows are excluded."""
+    ids = make(tmp_path / "s", backend=backend)
+    flip_first(tmp_path / "s" / "seg-00000000", "x", is_archived=backend == "zarr")
+    for among in (None, np.concatenate(ids)):
+        with TrajectoryStore.open(tmp_path / "s") as store:
+            assert len(store.read_scalars("score")) == 80  # its later values are fetched too
+            with pytest.raises(CorruptionError, match=r"trajectories 0, .*seg-00000000"):
+                store.intact(among)
+            assert store.intact(among, skip_damaged=True).tolist() == np.concatenate(ids[1:]).tolist()
 
 
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])
