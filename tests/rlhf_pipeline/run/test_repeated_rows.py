@@ -1,20 +1,26 @@
 from __future__ import annotations
 
+import json
 import shutil
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tensordict import lazy_stack
 
+from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.events import Event, StepDone
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.repeated_rows import check_repeated
 from rlhf_pipeline.run.start import run
-from tests.damage import flip_value
-from tests.rlhf_pipeline.small import changed, tiny, weights
-from trajectory_store import TrajectoryStore
+from tests.damage import flip_first, flip_value
+from tests.rlhf_pipeline.small import changed, tiny, trajectory, weights
+from trajectory_store import CorruptionError, TrajectoryStore
+from trajectory_store.format import ORDINAL_SHIFT
 
 PIPELINE = tiny(collect__prompts_per_rollout="2", buffer__max_staleness="0", learn__epochs="1", learn__steps="4")
 """8 trajectories a step, and a checkpoint every 2 steps."""
@@ -64,6 +70,26 @@ def test_damage_that_makes_an_old_row_young_again_stops_the_step(copied):
         stream.write(b"\x02")
     with pytest.raises(DataError, match=r"step 3 would learn from corrupted.*trajectory 0 "):
         run(PIPELINE, run_dir=copied, resume=True)
+
+
+def test_a_repeated_row_that_arrived_late_is_checked(tmp_path, monkeypatch):
+    """The row of a writer whose clock is behind comes before rows of an earlier step; only the ledger names it."""
+    path, now = tmp_path / "store", time.time_ns
+    with closing(TrajectoryStorage(path, backend="zarr")) as late, closing(TrajectoryStorage(path)) as punctual:
+        for number, storage in enumerate((late, punctual, late, punctual)):
+            monkeypatch.setattr(time, "time_ns", lambda behind=10**12 * (storage is late): now() - behind)
+            storage.extend(lazy_stack([trajectory(number, [0, 1, 1], 1.0, version=number // 2)]))
+    second = 1 << ORDINAL_SHIFT
+    steps = [
+        {"step": 1, "row_ids": [0, second], "watermark": 2},
+        {"step": 2, "row_ids": [1, second + 1], "watermark": 4},
+    ]
+    (tmp_path / "ledger.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    flip_first(path / "seg-00000000", "policy_version", number=1, is_archived=True)
+    with closing(TrajectoryStorage(path, mode="r")) as storage:
+        assert storage.store.ids().tolist() == [0, 1, second, second + 1]
+        with pytest.raises(CorruptionError, match=r"trajectory 1 .*seg-00000000"):
+            check_repeated(RunFolder(tmp_path), storage, 1, max_staleness=0)
 
 
 DRAWN = tiny(
