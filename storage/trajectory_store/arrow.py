@@ -210,7 +210,9 @@ def _values_of(column: Column, array: Any) -> Any:
         array = array.cast(pa.large_list(kind.value_type))
         is_list = True
     if not is_list:
-        raise BatchError(f"column '{column.name}' is ragged in the store and {kind} in Arrow, which has no rows.")
+        raise BatchError(
+            f"column '{column.name}' is ragged in the store but {kind} in Arrow, which is not a list type."
+        )
     if array.null_count:
         array = array.fill_null(pa.scalar([], array.type))
     lengths = array.value_lengths().to_numpy(zero_copy_only=False)
@@ -223,7 +225,7 @@ def _values_of(column: Column, array: Any) -> Any:
             )
         flat = flat.flatten()
     if _is_list(pa, flat.type):
-        raise BatchError(f"column '{column.name}' has one number per row; in Arrow it is {kind}.")
+        raise BatchError(f"column '{column.name}' has one number per row, but is {kind} in Arrow.")
     if flat.null_count:
         fill = column.fill_value if column.dtype.startswith("float") else None
         if fill is None or fill == fill:

@@ -84,8 +84,8 @@ class Segment(ABC):
     def __init__(self, entry: Entry, meta: SegmentMeta) -> None:
         if (meta.salt, meta.kind, meta.merged) != (entry.salt, entry.kind, entry.merged):
             raise CorruptionError(
-                f"{entry.name} is another segment than in the catalog (salt {meta.salt}, expected {entry.salt}): it "
-                "was swapped or replaced. Restore the correct segment from a copy."
+                f"{entry.name} is not the segment that the catalog lists (salt {meta.salt}, expected {entry.salt}): "
+                "it was swapped or replaced. Restore the correct segment from a copy."
             )
         self.ordinal = entry.ordinal
         self.owners = entry.owners
@@ -98,27 +98,27 @@ class Segment(ABC):
         self.newest_ns: int = 0
         self.finished: bool = False
         self.gaps: list[Gap] = []
-        """What is not served. This and the next six apply to the files that were opened."""
+        """The rows that are not returned. This and the next six attributes apply to the files that were opened."""
         self.targets: dict[Gap, Int64Array] = {}
-        """Of updates, the rows that those in `gaps` were for, once a read of their columns has met them."""
+        """In a segment of updates: the target rows of `gaps`, once a read of their columns has reached them."""
         self.stale: list[Gap] = []
-        """Of rows, those that are in `targets` of updates: not served either, although the files may be intact."""
+        """In a segment of rows: rows in the `targets` of updates; not returned, even if their files are intact."""
         self.noted = 0
-        """How many gaps the catalog has noted; more were found since."""
+        """The number of gaps that the catalog has reported; more may have been found since."""
         self.stamped: object = None
-        """The state of the files when they were last compared to find what was restored."""
+        """The state of the files when they were last compared to detect restored files."""
         self.is_read = False
-        """Whether checked reads have read of it, so that they ask for the state of its files."""
+        """Whether checked reads have used the segment, so that they check the state of its files."""
         self.is_unfit = False
-        """Whether a merge has found damage in it."""
+        """Whether a merge has found damage in the segment."""
         self._maps: dict[str, memoryview | PreadBytes] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._loaded: dict[str, tuple[int, int]] = {}
-        """Where the loaded part of a per-row array begins and ends."""
+        """The start and end of the loaded part of a per-row array."""
         self._span: tuple[int, int] | None = None
         self._used_bytes: int | None = None
         self.row_readers: dict[tuple[str, ...], Any] = {}
-        """What `single_row` prepares per list of columns; valid until an array is dropped."""
+        """The readers that `single_row` prepares per list of columns; valid until an array is dropped."""
 
     @functools.cached_property
     def specs(self) -> dict[str, ArraySpec]:

@@ -48,8 +48,8 @@ class Batch:
             count = self.n_rows if column.axis is None else sums[column.axis] * column.width
             if len(flat) != count:
                 raise BatchError(
-                    f"column '{name}' has {len(flat)} values, and its {self.n_rows} rows need {count}: the columns "
-                    "of an axis have the same lengths. Pass them in the form of prepare() and read_batch()."
+                    f"column '{name}' has {len(flat)} values, but its {self.n_rows} rows need {count}: the columns "
+                    "of an axis have equal lengths. Pass them in the form that prepare() and read_batch() return."
                 )
 
     def fitted(self, schema: Schema) -> Batch:
@@ -198,7 +198,7 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
         present = np.array([value is not None for value in rows], bool)
         if not column.optional:
             raise BatchError(
-                f"row {int(np.argmin(present))} has no value of column '{name}', which has no fill: give every row "
+                f"row {int(np.argmin(present))} has no value for column '{name}', which has no fill: give every row "
                 "a value."
             )
         if present.any():
@@ -315,8 +315,8 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             out = array.astype(target)
         if kind in "iu" and bool((lost := out.astype(np.float64) != array).any()):
             raise BatchError(
-                f"column '{column.name}': {int(array[lost][0])} is not a {column.dtype}, which would round it. Use a "
-                "larger dtype, or convert it first."
+                f"column '{column.name}': {int(array[lost][0])} cannot be represented exactly as {column.dtype}. Use "
+                "a larger dtype, or convert it first."
             )
         if kind == "f" and out.itemsize < array.itemsize and bool((lost := np.isinf(out) & np.isfinite(array)).any()):
             raise BatchError(f"column '{column.name}': {float(array[lost][0])} is too large for {column.dtype}.")
@@ -333,9 +333,9 @@ def _scalars(column: Column, numbers: Any) -> npt.NDArray[Any]:
     except (ValueError, TypeError) as error:
         if isinstance(error, BatchError):
             raise
-        raise BatchError(f"column '{column.name}' takes one value per row: {error}") from None
+        raise BatchError(f"column '{column.name}' requires one value per row: {error}") from None
     if array.ndim != 1:
-        raise BatchError(f"column '{column.name}' is a scalar per row: expected shape [n], got {list(array.shape)}.")
+        raise BatchError(f"column '{column.name}' has one value per row: expected shape [n], got {list(array.shape)}.")
     return cast_values(column, array)
 
 

@@ -98,7 +98,7 @@ def persist(call: Callable[[], R], what: str) -> R:
             if left <= 0:
                 raise
             if pause >= _LONGEST_PAUSE_S and not has_warned:
-                log.warning("%s fails (%s); retrying for up to %.0f s", what, error, left)
+                log.warning("%s failed (%s); retrying for up to %.0f s", what, error, left)
                 has_warned = True
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -329,7 +329,7 @@ class FolderBucket(Bucket):
             why = (
                 "no longer exists: it was moved or removed"
                 if inode is None
-                else "is another store: it was removed and created again"
+                else "is now another store: it was removed and created again"
             )
             raise WriteFailedError(
                 errno.ESTALE,

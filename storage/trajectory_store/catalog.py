@@ -239,7 +239,7 @@ class Catalog:
         if self.journal.catch_up():
             return None
         names = ", ".join(entry.name for entry in after.entries if entry not in state.entries)
-        self._note(f"{names} is not listed in any record of the catalog: records are missing.")
+        self._note(f"no record of the catalog lists {names}: records are missing.")
         return after
 
     def _may_open(self, entry: Entry) -> bool:
@@ -339,16 +339,17 @@ class Catalog:
             before, segment.noted = segment.noted, len(segment.gaps)
             if new and before != segment.noted:
                 rows, more = sum(gap.end - gap.first for gap in new), f" (and {len(new) - 1} more)" * (len(new) > 1)
-                what = "rows" if segment.meta.kind == "rows" else "later values"
+                what = "row" if segment.meta.kind == "rows" else "later value"
+                count = f"1 {what} is" if rows == 1 else f"{rows} {what}s are"
                 lost = (
-                    "are not served"
+                    "not returned"
                     if any(gap in segment.lost for gap in new)
-                    else "have no time, so their order is estimated"
+                    else "without a time, so the order is estimated"
                 )
-                self._note(f"{segment.name}: {rows} {what} {lost}: {new[0].why}{more}.")
+                self._note(f"{segment.name}: {count} {lost}: {new[0].why}{more}.")
 
     def _hide_stale(self) -> None:
-        """Hide rows of which a read has met a damaged later value: what could be read of them is an older one."""
+        """Hide rows for which a read has found a damaged later value: only an older value could be read."""
         damaged = [(u, gap) for u in self.updates.values() for gap in u.targets if u.is_damage(gap)]
         if not damaged and not any(segment.stale for segment in self._gappy):
             return
@@ -372,7 +373,7 @@ class Catalog:
         self._warn_of(problem)
 
     def warn_of_problems(self) -> None:
-        """Warn of what was noted without a warning, because an error named it that a caller has caught."""
+        """Warn of problems that were noted without a warning because an error reported them, which a caller caught."""
         for problem in self.problems:
             self._warn_of(problem)
 
@@ -381,7 +382,7 @@ class Catalog:
         if self._warn and problem not in self._warned_of:
             self._warned_of.add(problem)
             warnings.warn(
-                f"{self.medium.where}: {problem} Everything else is readable; run verify() for the whole list.",
+                f"{self.medium.where}: {problem} Everything else is readable; run verify() for the complete list.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -693,7 +694,7 @@ class Catalog:
         segment = self.segments.get(ordinal) or self.updates.get(ordinal)
         if segment is None:
             raise SegmentGoneError(
-                f"segment {ordinal} was removed while it was read. Call refresh() and take ids from ids()."
+                f"segment {ordinal} was removed while it was read. Call refresh() and get the ids from ids()."
             )
         return segment
 
@@ -738,7 +739,7 @@ class Catalog:
         which = f"trajector{'y' if len(row_ids) == 1 else 'ies'} {', '.join(map(str, row_ids))}{more}"
         return CorruptionError(
             f"{self.medium.where}: {which} cannot be read: {segment.name}: "
-            f"{gap.why or 'it was never acknowledged'}. Take ids from ids(), and run verify() for the whole list."
+            f"{gap.why or 'it was never acknowledged'}. Get the ids from ids(), and run verify() for the complete list."
         )
 
     def _gaps_among(self, address: Address) -> Iterator[tuple[Segment, Gap, npt.NDArray[np.bool_]]]:
@@ -779,7 +780,7 @@ class Catalog:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
         segment = self.segments.get(ordinal)
         if segment is not None:
-            why = f"segment {ordinal} has {segment.rows} rows in this view, but this is row {row}"
+            why = f"segment {ordinal} has {segment.rows} rows in this view, and this id is row {row}"
         elif ordinal in self.failed:
             why = f"segment {ordinal} is damaged"
         elif 0 <= ordinal < self.state.next_ordinal:

@@ -34,22 +34,25 @@ _FORMATS = (".parquet", ".jsonl", ".csv")
 """Suffixes of the files that `export` writes."""
 _SHELL = (
     ("skip_damaged=True, --skip-damaged", "--skip-damaged"),
-    ("Take ids from ids(), and run verify() for the whole list.", "`trajectory-store verify STORE` lists all of them."),
+    (
+        "Get the ids from ids(), and run verify() for the complete list.",
+        "`trajectory-store verify STORE` lists all of them.",
+    ),
     (", or create one with TrajectoryStore.create(path, schema)", ""),
-    ("Give the folder that TrajectoryStore.create made.", "Give the folder of a store."),
+    ("Give the folder that TrajectoryStore.create created.", "Give the folder of a store."),
     ("Open it with TrajectoryStore.open(path, mode='a'), or choose", "Choose"),
     (": TrajectoryStore.open(path, mode='a').accept_losses()", ""),
 )
-"""Advice to callers from Python, in the texts of errors, and what a shell needs in its place."""
+"""Advice in error messages for callers from Python, and the advice that replaces it in a shell."""
 
 
 class CommandReport(NamedTuple):
-    """What a command found or did."""
+    """The findings or effects of a command."""
 
     facts: dict[str, Any]
-    """What `--json` prints."""
+    """The output with `--json`."""
     lines: list[str]
-    """What it prints otherwise."""
+    """The output without `--json`."""
     next_words: list[str]
     """The command to type next."""
     code: int = 0
@@ -75,32 +78,40 @@ def parser() -> argparse.ArgumentParser:
 
     verify = add("verify", _verify, "recompute every checksum and report damage")
     verify.add_argument(
-        "--accept-loss", action="store_true", help="record the damage that is there as the loss of those rows"
+        "--accept-loss", action="store_true", help="accept the loss of the damaged rows, and record it in the store"
     )
     stats = add("stats", _stats, "count rows and bytes, and summarise each column")
-    show = add("show", _show, "print trajectories, the newest last")
-    show.add_argument("--num", type=int, default=3, help="how many of the newest (default: %(default)s)")
-    show.add_argument("--all", action="store_true", help="internal columns, and values that were not supplied, too")
-    copy = add("copy", _copy, "copy a store, or a part of it, into a new one")
+    show = add("show", _show, "print the newest trajectories, newest last")
+    show.add_argument("--num", type=int, default=3, help="number of trajectories to print (default: %(default)s)")
+    show.add_argument(
+        "--all", action="store_true", help="also print internal columns and values that were not supplied"
+    )
+    copy = add("copy", _copy, "copy all or part of a store into a new store")
     copy.add_argument("--to", required=True, help="the new store: a folder that does not exist, or a URL")
-    copy.add_argument("--backend", choices=("memmap", "zarr"), help="of the new store; default: as its place takes")
-    add("compact", _compact, "merge finished segments into a few; ids, order and values do not change")
+    copy.add_argument(
+        "--backend",
+        choices=("memmap", "zarr"),
+        help="backend of the new store (default: memmap in a folder, zarr at a URL)",
+    )
+    add("compact", _compact, "merge finished segments into fewer segments; ids, order and values do not change")
     export = add("export", _export, "write a Parquet, JSON Lines or CSV file")
     export.add_argument(
-        "--to", required=True, help="the file, .parquet, .jsonl or .csv; values that were not supplied are null"
+        "--to", required=True, help="the .parquet, .jsonl or .csv file; values that were not supplied are null"
     )
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     for subparser in (stats, show, copy, export):
-        subparser.add_argument("--where", metavar="CONDITION", help="only these, such as 'task_reward>=0.5'")
+        subparser.add_argument(
+            "--where", metavar="CONDITION", help="only trajectories that meet CONDITION, such as 'task_reward>=0.5'"
+        )
     for subparser in (copy, export):
-        subparser.add_argument("--skip-damaged", action="store_true", help="skip damaged trajectories, and count them")
+        subparser.add_argument("--skip-damaged", action="store_true", help="skip and count damaged trajectories")
     for subparser in (show, export):
         subparser.add_argument("--columns", metavar="A,B", help="only these columns")
     return command_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code: 1 for damage, 2 for what was typed."""
+    """Run the command, and return its exit code: 1 for damage, 2 for an invalid command line."""
     command_parser = parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
         import argcomplete
@@ -159,7 +170,7 @@ class _Selection(NamedTuple):
     @property
     def note(self) -> str:
         few = ", ".join(map(str, self.damaged[:_MOST_IDS])) + ", ..." * (len(self.damaged) > _MOST_IDS)
-        return f"; {len(self.damaged):,} damaged trajectories are skipped: {few}" if self.damaged else ""
+        return f"; {len(self.damaged):,} damaged trajectories were skipped: {few}" if self.damaged else ""
 
 
 def _select(store: TrajectoryStore, typed: argparse.Namespace) -> _Selection:
@@ -171,7 +182,7 @@ def _verify(typed: argparse.Namespace) -> CommandReport:
     lines: list[str] = []
     with _open(typed, "a" if typed.accept_loss else "r") as store:
         if typed.accept_loss:
-            lines.append(f"{store.accept_losses()} losses accepted, and recorded in the store")
+            lines.append(f"{store.accept_losses()} losses accepted and recorded in the store")
         report = store.verify()
     lines.append(_for_a_shell(str(report)))
     next_words = ["stats", typed.store]
@@ -296,8 +307,8 @@ def _compact(typed: argparse.Namespace) -> CommandReport:
     text = (
         f"{typed.store}: nothing was done: {report.skipped}"
         if report.skipped
-        else f"{typed.store}: {report.segments_before:,} segments are {report.segments_after:,}, {before:.1f} MB "
-        f"are {after:.1f} MB; ids, order and values are unchanged"
+        else f"{typed.store}: {report.segments_before:,} segments are now {report.segments_after:,}, {before:.1f} MB "
+        f"are now {after:.1f} MB; ids, order and values are unchanged"
     )
     facts = {
         **{"store": typed.store, "skipped": report.skipped},
@@ -314,7 +325,7 @@ def _export(typed: argparse.Namespace) -> CommandReport:
     target = Path(typed.to).expanduser()
     if target.suffix not in _FORMATS or target.is_dir():
         raise BatchError(
-            f"--to {typed.to} does not name a file ending with {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."
+            f"--to {typed.to} is not a path of a file ending with {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."
         )
     if target.exists() and not typed.force:
         raise StoreExistsError(f"{typed.to} already exists. Choose another file, or replace it with --force.")

@@ -707,7 +707,7 @@ class LocalSegment(Segment):
         except FileNotFoundError:
             raise SegmentGoneError(
                 f"segment {self.name} was evicted or compacted before its array '{name}' was read. Call refresh() "
-                "and take ids from ids()."
+                "and get the ids from ids()."
             ) from None
         except OSError as error:
             raise fs.unreadable(error, path) from None

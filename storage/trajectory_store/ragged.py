@@ -71,14 +71,14 @@ class RaggedArray:
 
     def __init__(self, values: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         if is_masked(values):
-            raise BatchError("a RaggedArray takes flat values; some of these are masked. Fill them first.")
+            raise BatchError("a RaggedArray cannot contain masked values. Fill them first.")
         self.values: npt.NDArray[Any] = np.asarray(values)
         counts: npt.NDArray[Any] = np.asarray(lengths)
         if counts.size == 0:
             counts = counts.astype(np.int64)
         if not self.values.ndim or counts.ndim != 1 or counts.dtype.kind not in "iu":
             raise BatchError(
-                f"a RaggedArray takes flat values and 1-D integer lengths; got {self.values.ndim}-D "
+                f"a RaggedArray needs flat values and 1-D integer lengths; got {self.values.ndim}-D "
                 f"values and {counts.ndim}-D {counts.dtype} lengths."
             )
         self.lengths: Int64Array = counts.astype(np.int64, copy=False)
@@ -115,7 +115,9 @@ class RaggedArray:
             BatchError: the number of values differs.
         """
         if values.shape[:1] != self.values.shape[:1]:
-            raise BatchError(f"the lengths add up to {len(self.values)}, but the values are {list(values.shape)}.")
+            raise BatchError(
+                f"the lengths add up to {len(self.values)}, but the values have shape {list(values.shape)}."
+            )
         neighbour = RaggedArray.__new__(RaggedArray)
         neighbour.values, neighbour.lengths, neighbour._offsets = values, self.lengths, self._offsets
         return neighbour
@@ -133,7 +135,7 @@ class RaggedArray:
     def __getitem__(self, row: int) -> npt.NDArray[Any]:
         n = len(self.lengths)
         if not -n <= row < n:
-            raise IndexError(f"row {row} of {n}")
+            raise IndexError(f"there is no row {row} in a RaggedArray of {n} rows")
         row %= n
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 

@@ -74,7 +74,7 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                 looks += self.catalog_number == number
                 if looks > 2 and not self._catalog.find_missing():  # pyright: ignore[reportPrivateUsage]
                     raise CorruptionError(
-                        f"{self.path}: {error} The catalog still names the segment, so its files were removed by "
+                        f"{self.path}: {error} The catalog still lists the segment, so its files were removed by "
                         "something other than the store. Run verify(), and restore the segment from a copy."
                     ) from None
             except StoreError:
@@ -308,7 +308,7 @@ class StoreReads:
         def ragged(name: str) -> RaggedArray:
             read_column = self._ragged_column(column(name).name)
             if read_column.is_text:
-                raise SchemaError(f"the condition {condition!r}: '{name}' is text; of text, only len can be compared.")
+                raise SchemaError(f"the condition {condition!r}: '{name}' is text; only its len can be compared.")
             reader.fetch([read_column])
             return reader.ragged(read_column)
 
@@ -585,7 +585,7 @@ class StoreReads:
     def _ragged_column(self, name: str) -> Column:
         column = self.schema[name]
         if column.axis is None:
-            raise SchemaError(f"column '{name}' is a scalar; it has no lengths. Use read_scalars.")
+            raise SchemaError(f"column '{name}' has one value per row, so it has no lengths. Use read_scalars.")
         return column
 
     def _check_open(self) -> None:
@@ -621,6 +621,7 @@ def as_ids(ids: Ids) -> Int64Array:
         array = array.reshape(1)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BatchError(
-            f"ids are a 1-D array of integers; got {array.dtype} {list(array.shape)}. Take them from append() or ids()."
+            f"ids must be a 1-D array of integers; got {array.dtype} {list(array.shape)}. Get them from append() or "
+            "ids()."
         )
     return array.astype(np.int64, copy=False)

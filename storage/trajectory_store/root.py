@@ -112,7 +112,7 @@ def read_root(bucket: Bucket) -> Root:
         if copies == [None, None]:
             raise NotAStoreError(
                 f"{bucket.where} is not a trajectory store: it has no zarr.json. Give the folder that "
-                "TrajectoryStore.create made."
+                "TrajectoryStore.create created."
             )
     if copies != [None, None]:
         root = Root.from_json(where, *copies)

@@ -66,8 +66,8 @@ class Column:
     def __post_init__(self) -> None:
         if not _NAME.match(self.name) or self.name in RESERVED:
             raise SchemaError(
-                f"column name {self.name!r} cannot be used: a name starts with a letter, has at most {MAX_NAME} "
-                f"letters, digits, '_' and '-', and is none of {', '.join(sorted(RESERVED))}."
+                f"column name {self.name!r} is not valid: a name must start with a letter, have at most {MAX_NAME} "
+                f"letters, digits, '_' and '-', and not be one of {', '.join(sorted(RESERVED))}."
             )
         if self.dtype not in DTYPES:
             raise SchemaError(
@@ -288,7 +288,7 @@ class Schema:
         for column in added:
             if not column.optional:
                 raise SchemaError(
-                    f"column '{column.name}' is added to rows that exist: give it a fill, for example "
+                    f"column '{column.name}' is added to existing rows: give it a fill, for example "
                     f"Column({column.name!r}, {column.dtype!r}, fill=...)."
                 )
         return Schema([*self.columns, *added])

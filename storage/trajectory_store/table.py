@@ -133,7 +133,7 @@ class StoreTable(StoreReads):
             return every[:0]
         if numbers.dtype == np.bool_:
             if numbers.shape != every.shape:
-                raise BatchError(f"a mask of shape {list(numbers.shape)}; the store has {len(every)} rows.")
+                raise BatchError(f"the mask has shape {list(numbers.shape)}, but the store has {len(every)} rows.")
             return every[numbers]
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
             raise BatchError(
@@ -293,8 +293,8 @@ def _cell(value: Any) -> str:
 
 def _no_row(place: int, count: int) -> PlaceError:
     return PlaceError(
-        f"there is no row at position {place} of {count}. Positions count from 0 in the order of arrival; read(ids) "
-        "takes ids."
+        f"there is no row at position {place}: the store has {count} rows. Positions count from 0 in the order of "
+        "arrival; read(ids) accepts ids."
     )
 
 

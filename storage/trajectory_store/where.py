@@ -224,7 +224,7 @@ def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
     def same_or_not(same: Any, what: str) -> Any:
         if compare not in (operator.eq, operator.ne):
-            raise SchemaError(f"{what} can only be compared by == and !=.")
+            raise SchemaError(f"{what} can only be compared with == and !=.")
         return same if compare is operator.eq else ~same
 
     return compared
@@ -270,7 +270,7 @@ def _number(text: str) -> float | int | bool:
         except ValueError:
             continue
     if text.startswith((">", "<", "=")):
-        raise SchemaError("an operator is one of >= <= == != > < ~, for example >=.")
+        raise SchemaError("the operator must be one of >= <= == != > < ~, for example >=.")
     raise SchemaError(f"{text!r} is not a number or date.")
 
 
@@ -318,7 +318,7 @@ _FIGURES: Final[dict[str, Callable[[RaggedArray], Mask]]] = {
 def _of_numbers(operand: Any) -> Any:
     """Return an operand of arithmetic; texts have none."""
     if isinstance(_plain(operand), (Texts, str, bytes, list)):
-        raise SchemaError(f"arithmetic is for numbers. {_EXAMPLE}")
+        raise SchemaError(f"arithmetic requires numbers. {_EXAMPLE}")
     return operand
 
 
@@ -368,10 +368,12 @@ class _Expression:
         texts = self.source.read(name)
         if how == "contains":
             if not isinstance(texts, Texts) or not (sought := _alike(part, texts)):
-                raise SchemaError(f"the condition {self.condition!r}: ~ searches for a text in a column of text.")
+                raise SchemaError(
+                    f"the condition {self.condition!r}: ~ searches for text, and requires a column of text."
+                )
             return texts.contains(sought, any_case=True)
         if not isinstance(texts, Texts):
-            raise SchemaError(f"{name}.{how} needs a column of text, and '{name}' is not one. {_EXAMPLE}")
+            raise SchemaError(f"{name}.{how} requires a column of text, but '{name}' is not one. {_EXAMPLE}")
         return texts.startswith(part) if how == "startswith" else texts.endswith(part)
 
     def _operand(self, name: str) -> Any:
@@ -385,13 +387,13 @@ class _Expression:
             if self._is_none(side):
                 if not isinstance(opposite, ast.Name) or not isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
                     raise SchemaError(
-                        f"the condition {self.condition!r}: null can only be compared by == and !=, and with a "
-                        "column: 'column is None'."
+                        f"the condition {self.condition!r}: null can only be compared with a column, by == or !=: "
+                        "'column is None'."
                     )
                 missing = self.source.missing(opposite.id)
                 return missing if isinstance(op, (ast.Is, ast.Eq)) else ~missing
         if type(op) not in _COMPARE:
-            raise SchemaError(f"the condition {self.condition!r}: 'is' is for None; write ==. {_EXAMPLE}")
+            raise SchemaError(f"the condition {self.condition!r}: 'is' can only be used with None; use ==. {_EXAMPLE}")
         return _COMPARE[type(op)](self.value(left), self.value(right))
 
     def _is_none(self, node: ast.expr) -> bool:

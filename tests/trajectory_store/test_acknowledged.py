@@ -380,7 +380,7 @@ def test_a_torn_commit_of_a_killed_writer_is_reported_until_its_owner_accepts_th
     put_back = spoil(path, backend, 2)
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     for mode in ("r", "r", "a"):
-        with pytest.warns(RuntimeWarning, match="1 rows are not served"):
+        with pytest.warns(RuntimeWarning, match="1 row is not returned"):
             store = TrajectoryStore.open(path, mode)
         with store:
             assert store.read_scalars("tag").tolist() == [0, 1, 3, 4]
@@ -391,7 +391,7 @@ def test_a_torn_commit_of_a_killed_writer_is_reported_until_its_owner_accepts_th
             assert not store.verify().ok
         if mode == "r":
             assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}, "a reader wrote"
-    with pytest.warns(RuntimeWarning, match="1 rows are not served"):
+    with pytest.warns(RuntimeWarning, match="1 row is not returned"):
         store = TrajectoryStore.open(path, "a")
     with store:
         assert store.accept_losses() == 1
@@ -539,7 +539,7 @@ def test_a_batch_whose_columns_differ_in_length_is_not_appended(tmp_path, backen
     with TrajectoryStore.create(tmp_path / "s", [Column("x", "int64", ragged=True), JOINS], backend=backend) as store:
         batch = store.read_batch(store.append({"x": [[1, 2], [3]], "y": [[1, 2], [3]]}))
         batch.values["x"] = np.arange(5)
-        with pytest.raises(BatchError, match="column 'x' has 5 values, and its 2 rows need 3"):
+        with pytest.raises(BatchError, match="column 'x' has 5 values, but its 2 rows need 3"):
             store.append_batch(batch)
         assert len(store) == 2
 

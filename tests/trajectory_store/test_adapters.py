@@ -304,7 +304,7 @@ def test_calls_of_nemo_gym(tmp_path: Path):
     entry = peers.Entry("r", "c", [1, 2], [3], [-0.5])
     for sink in (one, other, one):
         asyncio.run(sink.put(entry))
-    with pytest.raises(ValueError, match="another payload"):
+    with pytest.raises(ValueError, match="a different payload"):
         asyncio.run(other.put(peers.Entry("r", "c", [1, 2], [4], [-0.5])))
     asyncio.run(one.begin_call("r", "d"))
     for sink in (one, other):
@@ -369,7 +369,7 @@ def test_stored_rows_are_served(tmp_path: Path, recorder: TrajectoryRecorder):
     assert found["logprobs"][1] == [-1.0, 0.0, -2.0]
     assert found["env_mask"][1] == [1, 0, 1]
     assert trl.stored_reward(completions=[], stored_reward=found["stored_reward"]) == [1.0, 0.0, 1.0]
-    with pytest.raises(BatchError, match="no rows of the prompt 'q' that may be learned from"):
+    with pytest.raises(BatchError, match="no rows for the prompt 'q' that may be learned from"):
         serve(["q"], None)
     recorder.record(**rows, prompts=["q"] * 3, rewards=[None, 1.0, 0.5], groups=["q"] * 3, episodes=["a", "a", None])
     assert trl.stored_rollouts(tmp_path / "store")(["q"] * 2, None)["completion_ids"] == [[6], [6]]

@@ -138,7 +138,7 @@ def test_a_damaged_later_value_costs_its_rows(tmp_path, backend, merged, added):
     every, rest = np.concatenate(ids), np.concatenate([ids[0], *ids[2:]])
     file, raw = flip_later(path, backend, column, merged=merged)
     with TrajectoryStore.open(path) as store:
-        with pytest.warns(RuntimeWarning, match=f"{file.relative_to(path).parts[0]}: 10 later values are not served"):
+        with pytest.warns(RuntimeWarning, match=f"{file.relative_to(path).parts[0]}: 10 later values are not returned"):
             assert store.read_scalars(column).tolist() == [0] * 70
         assert store.ids().tolist() == rest.tolist()
         assert store.damaged().tolist() == ids[1].tolist() == store.verify().damaged_ids.tolist()

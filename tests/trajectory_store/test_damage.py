@@ -457,7 +457,7 @@ def test_a_damaged_record_before_a_torn_commit_costs_itself(tmp_path):
         data[at] ^= 1
         file.write_bytes(data)
     with TrajectoryStore.open(tmp_path / "s") as store:
-        with pytest.warns(RuntimeWarning, match="1 rows are not served"):
+        with pytest.warns(RuntimeWarning, match="1 row is not returned"):
             assert store.read_scalars("tag").tolist() == [1]
         assert "commit record 1 is damaged" in str(store.verify())
 

@@ -166,7 +166,7 @@ def test_what_a_power_loss_left(tmp_path, durability):
     with pytest.raises(AssertionError, match="data of record 1"):
         read_store(path)
     if durability == "process":
-        with pytest.warns(RuntimeWarning, match="4 rows are not served"):
+        with pytest.warns(RuntimeWarning, match="4 rows are not returned"):
             store = TrajectoryStore.open(path, "a")
         assert store.accept_losses() == 1
         store.close()

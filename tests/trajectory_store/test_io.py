@@ -74,7 +74,7 @@ def test_a_time_limit_that_ends_a_read_is_raised(tmp_path, monkeypatch):
     assert file[2:5] == b"234"
 
 
-@pytest.mark.filterwarnings("ignore:.*rows are not served:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*not returned:RuntimeWarning")
 def test_positional_reads_survive_a_file_cut_short(tmp_path):
     """Where a map would end the process with SIGBUS, pread gives an error and goes on."""
     schema = Schema([Column("x", "int64", ragged=True), Column("n", "int64")])

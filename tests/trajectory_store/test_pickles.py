@@ -110,7 +110,7 @@ def test_a_view_of_a_snapshot_works_in_a_spawned_worker(tmp_path, backend):
 
 
 @BACKENDS
-@pytest.mark.filterwarnings("ignore:.*(rows are not served|does not match):RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*(not returned|does not match):RuntimeWarning")
 def test_a_damaged_position_is_an_error_that_names_the_row(tmp_path, backend):
     """Positions stay while damage is found; after a refresh, positions, length, ids and iteration lack the row."""
     path = tmp_path / "s"

@@ -68,13 +68,13 @@ def test_rewards_by_name_are_of_a_run_and_go_to_its_newest_row(tmp_path: Path):
 def test_a_second_prompt_under_one_name_is_rejected(tmp_path: Path):
     """In one call, in a later one and after a restart; nothing of the call is stored."""
     with TrajectoryRecorder(tmp_path / "store", run_id="r") as recorder:
-        with pytest.raises(BatchError, match="group 'g' of run 'r' has another prompt than row 1"):
+        with pytest.raises(BatchError, match="group 'g' of run 'r' has a different prompt from row 1"):
             recorder.record(**rows([[1], [2]]), groups=["g", "g"])
         recorder.record(**rows([[1]]), groups=["g"])
-        with pytest.raises(BatchError, match="another prompt than row 0"):
+        with pytest.raises(BatchError, match="a different prompt from row 0"):
             recorder.record(**rows([[2]]), groups=["g"])
     with TrajectoryRecorder(tmp_path / "store", run_id="r") as recorder:
-        with pytest.raises(BatchError, match="another prompt than row 1"):
+        with pytest.raises(BatchError, match="a different prompt from row 1"):
             recorder.record(**rows([[1], [3]]), groups=["g", "g"])
         recorder.record(**rows([[1]]), groups=["g"])
         recorder.record(**rows([[4]]), groups=["g"], one_prompt=False)
@@ -115,9 +115,9 @@ def test_episodes_that_do_not_fit(tmp_path: Path):
     """A reward before the end, rows apart from each other, groups that are only counted; nothing is stored."""
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         for episodes, groups, wrong in (
-            (["a", "a"], ["q", "q"], "row 0 has a reward, 1, and is not the last row of its episode"),
+            (["a", "a"], ["q", "q"], "row 0 has a reward, 1, but is not the last row of its episode"),
             (["a", "b", "a"], ["q"] * 3, "rows of episode 'a' are not consecutive"),
-            (["a", "a"], None, "episodes of several rows need groups by name"),
+            (["a", "a"], None, "episodes of several rows require group names"),
         ):
             with pytest.raises(BatchError, match=wrong):
                 recorder.record(**rows([[1]] * len(episodes)), episodes=episodes, groups=groups)

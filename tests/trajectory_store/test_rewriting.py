@@ -74,9 +74,9 @@ def test_the_commands_name_and_count_damaged_rows(damaged: Path, tmp_path: Path,
             assert not (tmp_path / made).exists()
         assert main([command, str(damaged), "--to", str(tmp_path / made), "--skip-damaged"]) == 0
         assert "95 trajectories" in (out := capsys.readouterr().out)
-        assert "5 damaged trajectories are skipped: 35, 36, 37, 38, 39" in out
+        assert "5 damaged trajectories were skipped: 35, 36, 37, 38, 39" in out
     assert main(["show", str(damaged), "--where", "reward < 0"]) == main(["stats", str(damaged)]) == 0
-    assert capsys.readouterr().out.count("5 damaged trajectories are skipped: 35, 36, 37, 38, 39") == 2
+    assert capsys.readouterr().out.count("5 damaged trajectories were skipped: 35, 36, 37, 38, 39") == 2
 
 
 def test_every_way_to_read_omits_or_rejects_damaged_rows(damaged: Path):
@@ -127,7 +127,7 @@ def test_a_read_of_all_rows_warns_of_those_that_it_omits(tmp_path: Path, backend
         lambda store: store.to_arrow(),
         lambda store: store.to_pandas(),
     ):
-        with TrajectoryStore.open(path) as store, pytest.warns(RuntimeWarning, match="5 rows are not served"):
+        with TrajectoryStore.open(path) as store, pytest.warns(RuntimeWarning, match="5 rows are not returned"):
             assert len(read(store)) == 95
 
 

@@ -105,7 +105,7 @@ def test_a_row_is_the_callers_own(store: TrajectoryStore):
         row["score"][:] = 9
 
 
-@pytest.mark.filterwarnings("ignore:.*rows are not served:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*not returned:RuntimeWarning")
 def test_a_damaged_row_is_an_error(store: TrajectoryStore):
     """Also after the row before it was read by itself, and named in the error; other rows can be read."""
     ids, path = store.ids().tolist(), Path(str(store.path))

@@ -101,7 +101,7 @@ def test_a_damaged_record_in_the_middle_costs_its_own_rows(tmp_path):
             flip(log, 64 * bad + byte)
             with TrajectoryStore.open(path) as store:
                 assert (len(store), store.watermark) == (14, 16)
-                with pytest.warns(RuntimeWarning, match="seg-00000000: 2 rows are not served"):
+                with pytest.warns(RuntimeWarning, match="seg-00000000: 2 rows are not returned"):
                     assert store.ids().tolist() == [*ids[: 2 * bad], *ids[2 * bad + 2 :]]
                 assert store.read_scalars("n").tolist() == [n for n in range(16) if n // 2 != bad]
                 with pytest.raises(CorruptionError, match=f"commit {bad} is damaged"):

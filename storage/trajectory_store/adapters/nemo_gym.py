@@ -105,7 +105,7 @@ class StoreCapture:
                 if kind == _PUT and call == entry.model_call_id:
                     if self._payload(row) == payload:
                         return
-                    raise ValueError(f"call {call} of {entry.rollout_id} is stored with another payload.")
+                    raise ValueError(f"call {call} of {entry.rollout_id} is already stored with a different payload.")
             prompt, completion = entry.prompt_token_ids, entry.generation_token_ids
             self._write(
                 _PUT, entry.rollout_id, entry.model_call_id, payload, prompt, completion, entry.generation_log_probs

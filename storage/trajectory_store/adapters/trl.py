@@ -274,8 +274,8 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
             single = opened.read_scalars(size, row_ids) == 1
             if not single.all():
                 _log.warning(
-                    "%s: %d rows of episodes with several rows are not served, because TRL counts each row as a "
-                    "member of its group",
+                    "%s: %d rows of episodes with several rows are skipped, because TRL counts each row as a member "
+                    "of its group",
                     store,
                     np.count_nonzero(~single),
                 )
@@ -291,7 +291,7 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
         for prompt in prompts:
             key = text_of(prompt)
             if key not in turns:
-                raise BatchError(f"{store} has no rows of the prompt {key[:60]!r} that may be learned from.")
+                raise BatchError(f"{store} has no rows for the prompt {key[:60]!r} that may be learned from.")
             place = turns[key][served[key] % len(turns[key])]
             served[key] += 1
             start = int(rows["num_prompt_tokens"][place])

@@ -68,8 +68,8 @@ def as_verl_builds(base: Any) -> Any:
             plain = _plain_buffer(arguments)
             if not isinstance(self, type(plain)):
                 raise SchemaError(
-                    f"verl samples with {type(plain).__name__} where trainer.v1.trainer_mode is "
-                    f"{arguments['trainer_mode']!r}. Select the class that is based on it: "
+                    f"verl uses {type(plain).__name__} if trainer.v1.trainer_mode is {arguments['trainer_mode']!r}. "
+                    "Select the class that is derived from it: "
                     + ", ".join(name for name, of in _BASES.items() if of == type(plain).__name__)
                 )
             self.__dict__.update(vars(plain))

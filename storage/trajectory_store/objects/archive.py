@@ -87,7 +87,7 @@ def directory(tail: bytes, size: int, key: str) -> dict[str, tuple[int, int]]:
     try:
         magic, _, _, _, count, length, start, _ = _END.unpack(tail[-_END.size :])
         if magic != b"PK\5\6" or start + length + _END.size != size:
-            raise CorruptionError(f"object {key} is damaged: it does not have the end of a commit.")
+            raise CorruptionError(f"object {key} is damaged: the end of the commit is missing.")
         at = len(tail) - _END.size - length
         if at < 0:
             raise NeedMore(length + _END.size)
@@ -249,7 +249,7 @@ def read_record(tail: bytes, size: int, key: str) -> bytes:
     if at < 0:
         if len(tail) < size:
             raise NeedMore(size)
-        raise CorruptionError(f"object {key} is damaged: it does not have the end of a commit.")
+        raise CorruptionError(f"object {key} is damaged: the end of the commit is missing.")
     fields, start = _ENTRY.unpack_from(tail, at), _END.unpack_from(tail, len(tail) - _END.size)[6]
     crc, nbytes, header = fields[7], fields[9], fields[16]
     ends = tail[at + _ENTRY.size : -_END.size] == name and header + nbytes <= start <= size

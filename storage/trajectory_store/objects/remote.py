@@ -40,8 +40,8 @@ def open_bucket(target: Any, *, durable: bool) -> Bucket:
             return FolderBucket(Path("/" + rest.lstrip("/")), durable=durable)
         if scheme not in SCHEMES:
             raise SchemaError(
-                f"a trajectory store cannot be at {target}: a URL begins with one of {', '.join(SCHEMES)}. For a "
-                "store in memory pass obstore.store.MemoryStore(), for a folder its path."
+                f"{target} is not a supported URL: a URL must begin with one of {', '.join(SCHEMES)}. For a store in "
+                "memory, pass obstore.store.MemoryStore(); for a folder, pass its path."
             )
         return ObstoreBucket(_from_url(target), target)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(cast("object", target)).__mro__}

@@ -522,14 +522,15 @@ class ObjectSegment(Segment):
                 self._fetch_chunks(name, missing)
         except FileNotFoundError as error:
             raise SegmentGoneError(
-                f"object {error} was evicted or compacted before it was read. Call refresh(), and take ids from ids()."
+                f"object {error} was evicted or compacted before it was read. Call refresh() and get the ids from "
+                "ids()."
             ) from None
         except OSError as error:
             if isinstance(error, StoreError) or fs.is_external(error):
                 raise
             raise ReadFailedError(
                 error.errno,
-                f"keeping {self.name}/{name} failed: {error.strerror}. Choose a cache_dir with free space, or a "
+                f"caching {self.name}/{name} failed: {error.strerror}. Choose a cache_dir with free space, or a "
                 "smaller cache_bytes",
                 str(self._cache.folder),
             ) from error

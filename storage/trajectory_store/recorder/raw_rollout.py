@@ -149,7 +149,7 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
         more += [{key: message[key]} for key in _BESIDE_CONTENT if sampled and message.get(key)]
         if more:
             raise BatchError(
-                f"field '{name}' contains more than text and has no token ids: {excerpt(more[0])}. This would be "
+                f"field '{name}' contains more than text but has no token ids: {excerpt(more[0])}. This would be "
                 "lost when the text is encoded. Export the token ids too."
             )
 
@@ -173,7 +173,9 @@ def as_number(value: Any, name: str) -> float:
         try:
             return float({"true": 1, "false": 0}.get(value.strip().lower(), value) if isinstance(value, str) else value)
         except OverflowError:
-            raise BatchError(f"field '{name}' must be a number of reasonable size, got {excerpt(value)}.") from None
+            raise BatchError(
+                f"field '{name}' must be a number within the range of a float, got {excerpt(value)}."
+            ) from None
         except ValueError:
             pass
     raise BatchError(f"field '{name}' must be a number, got {excerpt(value)}.")
@@ -186,7 +188,7 @@ def as_reward(value: Any, name: str) -> float:
     reward = as_number(value, name)
     if not (abs(reward) <= LARGEST or reward != reward):
         raise BatchError(
-            f"field '{name}' must be finite and at most {LARGEST:.4g} in size (float32), got {excerpt(value)}. "
+            f"field '{name}' must be finite and at most {LARGEST:.4g} in magnitude (float32), got {excerpt(value)}. "
             "Write null if there is no reward."
         )
     return reward

@@ -90,7 +90,7 @@ class RecordedNames:
             one_prompt: reject a second prompt under one name.
 
         Raises:
-            BatchError: a group has another prompt.
+            BatchError: a group has a different prompt.
         """
         if not self.recalled:
             self.recall(store)
@@ -107,9 +107,9 @@ class RecordedNames:
             if one_prompt and group.prompt and group.prompt != prompt:
                 run, evaluation, of_run = name
                 raise BatchError(
-                    f"group {of_run!r}{' of an evaluation' if evaluation else ''} of run {run!r} has another prompt "
-                    f"than row {i} of this call, so its members cannot be compared. Use a different group name for "
-                    "each prompt. A training that starts from scratch needs a new run: TrajectoryRecorder(..., "
+                    f"group {of_run!r}{' of an evaluation' if evaluation else ''} of run {run!r} has a different "
+                    f"prompt from row {i} of this call, so the members cannot be compared. Use a separate group name "
+                    "for each prompt. A training that starts from scratch needs a new run: TrajectoryRecorder(..., "
                     "run_id=NAME)."
                 )
             group.prompt = group.prompt or prompt

@@ -44,8 +44,8 @@ class Encoder:
             for name in ("completion_mask", "log_probs", "ref_log_probs"):
                 if getattr(record, name) is not None:
                     raise BatchError(
-                        f"there are values per token ({name}) but no token ids of the completion. Its text may be "
-                        f"encoded as other tokens. Export the ids too, or ignore the values: --field {name}=none"
+                        f"the row has values per token ({name}) but no token ids for the completion, whose text may be "
+                        f"encoded as different tokens. Export the ids too, or ignore the values: --field {name}=none"
                     )
         if prompt_ids is None:
             prompt_ids, templated = self._prompt(record)
@@ -56,7 +56,7 @@ class Encoder:
         if self.tokenizer is not None and not encoded:
             prompt, completion = prompt or self._decode(prompt_ids), completion or self._decode(completion_ids)
         if not len(prompt_ids) and not len(completion_ids):
-            raise BatchError("neither the prompt nor the completion has a token.")
+            raise BatchError("neither the prompt nor the completion has any tokens.")
         start = len(prompt_ids)
         ids = np.concatenate([np.asarray(prompt_ids, np.int64), np.asarray(completion_ids, np.int64)])
         mask = np.zeros(len(ids), bool)
@@ -98,7 +98,7 @@ class Encoder:
     def _need(self) -> Any:
         if self.tokenizer is None:
             raise SchemaError(
-                "the rows have text but no token ids. Specify the tokenizer of the model that will learn from them: "
+                "the rows have text but no token ids. Specify the tokenizer of the model that you will train on them: "
                 "--tokenizer FOLDER, or TrajectoryRecorder(tokenizer=FOLDER) (a checkpoint; `rlhf-pipeline "
                 "new-model FOLDER --text FILE` makes a small one)"
             )

@@ -22,8 +22,8 @@ def need_tokenizer(tokenizer: Any | None) -> Any:
     """Raise an error for encoding or decoding without a tokenizer."""
     if tokenizer is None:
         raise SchemaError(
-            "The policy has no tokenizer, so text cannot be encoded or decoded. Pass token ids, or give the checkpoint "
-            "folder its tokenizer.json and tokenizer_config.json."
+            "The policy has no tokenizer, so text cannot be encoded or decoded. Pass token ids, or add tokenizer.json "
+            "and tokenizer_config.json to the checkpoint folder."
         )
     return tokenizer
 
@@ -54,7 +54,7 @@ def encode_prompt(
     chat_template = getattr(codec, "chat_template", None)
     if not isinstance(prompt, str) and chat_template is None:
         raise SchemaError(
-            "The prompt is a list of messages and the tokenizer has no chat template. "
+            "The prompt is a list of messages, but the tokenizer has no chat template. "
             "Set tokenizer.chat_template, or pass the prompt as text."
         )
     if chat_template is not None and (as_chat or not isinstance(prompt, str)):
@@ -106,8 +106,8 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
             raise
         alphabet = "".join(sorted(t for t in tokenizer.get_vocab() if len(t) == 1))
         raise BatchError(
-            f"The text {text!r} has a character that is unknown to the tokenizer. Its alphabet is {alphabet!r}; add "
-            "the missing characters to it."
+            f"The text {text!r} contains a character that is unknown to the tokenizer. Its alphabet is {alphabet!r}; "
+            "add the missing characters to it."
         ) from error
 
 

@@ -279,7 +279,7 @@ class TrajectoryRecorder:
                 present["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
             rows = None if episodes is None else episode_rows(episodes)
             if rows is not None and groups is None and (rows.size > 1).any():
-                raise BatchError("episodes of several rows need groups by name: record(groups=[...]).")
+                raise BatchError("episodes of several rows require group names: record(groups=[...]).")
             source_of = _Sources(source, self.run_id if run_id is None else run_id, groups, names, one_prompt)
             with self._lock:
                 return self._write(offset, present, beside, token_versions, rows, source_of, group_size)
@@ -311,12 +311,12 @@ class TrajectoryRecorder:
     ) -> np.ndarray:
         num = len(fields["completion"])
         if "prompt" not in fields and "prompt_ids" not in fields:
-            raise BatchError("neither prompts nor prompt_ids are given.")
+            raise BatchError("prompts or prompt_ids must be given.")
         if not num:
             return np.empty(0, np.int64)
         names, groups = sources.names, sources.groups
         if names is not None and len(set(names)) < num:
-            raise BatchError("two of the names are equal, but each name must identify one completion.")
+            raise BatchError("two names are equal, but each name must identify one completion.")
         if episodes is not None:
             episodes.share(fields)
         fields["created_at"] = [time.time()] * num
@@ -380,7 +380,7 @@ class TrajectoryRecorder:
             if name not in self._further and not name.startswith("reward_"):
                 column_names = ", ".join(self._further)
                 raise SchemaError(
-                    f"there is no column '{name}' ({column_names}). Declare it: "
+                    f"there is no column '{name}' among the additional columns ({column_names}). Declare it: "
                     "TrajectoryRecorder(..., columns=[Column(...)])"
                 )
         durability = self.store.durability
@@ -539,7 +539,7 @@ class TrajectoryRecorder:
         pending = self._pending
         if pending is None or pending[0] is not completions:
             if pending is not None:
-                _log.warning("%s: the grading of a batch did not finish, so the batch is not recorded", self.path)
+                _log.warning("%s: the grading of a batch did not finish, so the batch was not recorded", self.path)
             pending = self._pending = (completions, {})
         rewards = pending[1]
         rewards[index] = [math.nan if reward is None else float(reward) for reward in graded]

@@ -329,7 +329,7 @@ def test_filters(tmp_path: Path, conditions: tuple[str, ...], wanted: list[int])
         ("rewardd>1", r"has no column 'rewardd'.*Did you mean 'reward'"),
         ("log_probs>1", r"'log_probs' has several values per trajectory; compare its len"),
         ("reward>high", r"'high' is not a number"),
-        ("reward=>0.5", r"an operator is one of >="),
+        ("reward=>0.5", r"the operator must be one of >="),
         ("reward>'a'", r"'a' is compared with numbers, but is not a number or a date"),
     ],
 )

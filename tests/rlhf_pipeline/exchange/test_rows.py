@@ -306,7 +306,7 @@ def test_advantages_of_tokens(tmp_path: Path, jsonl: Write):
 def test_values_of_tokens_beside_text(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """Log-probs of sampled tokens are not those of what a tokenizer makes of the text, though they be as many."""
     file = jsonl([{"prompt": "a", "completion": "b", "reward": 1, "log_probs": [-1.0, -2.0]}])
-    with pytest.raises(DataError, match=r":1: there are values per token \(log_probs\).*--field log_probs=none"):
+    with pytest.raises(DataError, match=r":1: the row has values per token \(log_probs\).*--field log_probs=none"):
         import_files([file], tmp_path / "store", tokenizer=tokenizer)
     import_files([file], tmp_path / "store", tokenizer=tokenizer, fields={"log_probs": "none"})
     assert np.isnan(rows_of(tmp_path / "store")["log_probs"][0]).all()
@@ -370,7 +370,7 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"prompt_ids": [2**31]}, r":2: field 'prompt_ids' must be"),
         ({"reward": math.inf}, r":2: field 'reward' must be finite .*got float inf"),
         ({"reward": 1e39}, r":2: field 'reward' must be finite and at most 3.403e\+38"),
-        ({"reward": 10**400}, r":2: field 'reward' must be a number of reasonable size, got int 1000"),
+        ({"reward": 10**400}, r":2: field 'reward' must be a number within the range of a float, got int 1000"),
         ({"advantage": -math.inf}, r":2: field 'advantage' must be finite"),
         (
             {"completion_mask": ["0", "1"]},

@@ -243,7 +243,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no tokens"):
         encode_prompt(tokenizer, "")
     with pytest.raises(
-        DataError, match=r"'1a' has a character that is unknown to the tokenizer\. Its alphabet is '01='"
+        DataError, match=r"'1a' contains a character that is unknown to the tokenizer\. Its alphabet is '01='"
     ):
         encode_prompt(tokenizer, "1a")
 

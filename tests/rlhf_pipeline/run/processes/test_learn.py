@@ -348,5 +348,5 @@ def test_rollouts_that_their_store_does_not_serve_any_more_are_missed(run):
     file.unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the store says on opening which rows it does not serve
-        with pytest.raises(DataError, match=r"rollouts is damaged: seg-00000000: 3 rows are not served"):
+        with pytest.raises(DataError, match=r"rollouts is damaged: seg-00000000: 3 rows are not returned"):
             learn(PIPELINE, run_dir=run.path)
