@@ -226,8 +226,8 @@ def _from_file(file: Path, function: str, spec: str) -> Definition:
         return Definition(name=f"{file.resolve()}:{function}", function=function, file=file, build=member)
     if inspect.isfunction(member):
         raise DefinitionError(
-            f"{file}: {function}{inspect.signature(member)} takes arguments; a definition takes none. "
-            "Write a function without arguments that calls it."
+            f"{file}: {function}{inspect.signature(member)} takes arguments, but a definition must not. Write a "
+            "function without arguments that calls it."
         )
     names = [definition.function for definition in definitions]
     hint = did_you_mean(function, names) if names else _HOW_TO_DEFINE
@@ -270,8 +270,8 @@ def _builtin(name: str) -> Definition:
     if beside.is_file():
         raise DefinitionError(f"there is no built-in pipeline '{name}'. For the local file, type ./{beside}")
     raise DefinitionError(
-        f"there is no pipeline '{name}'.{did_you_mean(name, built_in)} `rlhf-pipeline list` shows all of them; your "
-        "own definition is FILE.py[:function]."
+        f"there is no pipeline '{name}'.{did_you_mean(name, built_in)} `rlhf-pipeline list` shows all of them. To use "
+        "your own definition, give FILE.py[:function]."
     )
 
 

@@ -54,8 +54,8 @@ def typed(place: object) -> str:
 
 
 _PENALTY: Final = (
-    " No engine reports the distribution that results from a penalty, so the stored log-probs would belong to "
-    "another distribution, and ratios would be wrong. Penalise repetition in a reward function instead."
+    " No engine reports the distribution that results from a penalty, so the stored log-probs would not match the "
+    "sampled distribution, and ratios would be wrong. Penalise repetition in a reward function instead."
 )
 _REFUSED: Final[Mapping[str, str]] = dict.fromkeys(
     ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), _PENALTY

@@ -76,7 +76,7 @@ def _message(error: BaseException) -> str | None:
     if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
         return (
             f"Python reads file names as {sys.getfilesystemencoding()} here, which cannot encode one of the names on "
-            "the command line. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ..."
+            "the command line. Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ..."
         )
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return None

@@ -53,7 +53,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--from",
         dest="begin_from",
         metavar="RUN[@STEP]",
-        help="begin a new run with the weights and the optimizer of a checkpoint (default: the newest)",
+        help="start a new run with the weights and the optimizer of a checkpoint (default: the newest)",
     )
     add_overrides(command)
     add_trust(command)

@@ -56,7 +56,7 @@ class EssVerdict:
         sentences = []
         for verdict in self.ages:
             if verdict.weight < 1:
-                fate = "they are excluded" if verdict.weight == 0 else f"they get the weight {verdict.weight:.2f}"
+                fate = "they are excluded" if verdict.weight == 0 else f"they receive the weight {verdict.weight:.2f}"
                 sentences.append(
                     f"Age {verdict.age}: the effective sample size of {verdict.trajectories} trajectories is "
                     f"{verdict.ess:.3f}, {fate}."
@@ -89,7 +89,7 @@ def ess_guard(log_ratio: Tensor, mask: Tensor, ages: Tensor, *, min_ess: float, 
     >>> [round(found.ess, 3) for found in verdict.ages]  # (1 + 16)^2 / (2 * (1 + 256))
     [1.0, 0.562]
     >>> verdict.message
-    'Age 4: the effective sample size of 1 trajectories is 0.562, they get the weight 0.70.'
+    'Age 4: the effective sample size of 1 trajectories is 0.562, they receive the weight 0.70.'
     """
     with torch.no_grad():
         keep = mask & log_ratio.isfinite()

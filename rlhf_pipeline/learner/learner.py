@@ -338,8 +338,9 @@ class Learner:
             admitted = None if admitted is None else complete_episodes(store, admitted)[0]
         if len(chosen.row_ids) == 0:
             self._notices.append(
-                f"step {step} has nothing to learn from and is a no-op: no trajectory within the age limit has a "
-                "group with spread" + (", or a use left." if self.sample.max_uses is not None else ".")
+                f"step {step} has nothing to learn from and is a no-op: no trajectory within the age limit "
+                "belongs to a group with spread"
+                + (" and may be used again." if self.sample.max_uses is not None else ".")
             )
         uses = None if self._uses is None else self._uses.before(step, chosen.trajectory_ids)
         unscored = self._unscored(chosen.row_ids, admitted)
@@ -374,10 +375,10 @@ class Learner:
             reach = float(plan.advantages.abs().max())
             advice = "Lower learn.lr or learn.max_grad_norm in a new run"
             if reach > _LARGE_ADVANTAGE:
-                advice = f"Its advantages reach {reach:.1e}: give smaller rewards, or use write.estimator=grpo"
+                advice = f"Its advantages reach {reach:.1e}: use smaller rewards, or set write.estimator=grpo"
             raise DataError(
                 f"the gradient of step {step} is not finite (norm {float(gradient_norm)}, loss {losses['loss']}); "
-                f"the weights were not changed. {advice}, or look at the trajectories of this step with "
+                f"the weights were not changed. {advice}, or inspect the trajectories of this step with "
                 "`rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
@@ -697,7 +698,7 @@ class Learner:
             self._notices.append(
                 f"step {step} learns from trajectories of the current weights, but the sampled log-probs differ "
                 f"from the scored ones: by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). "
-                "Does the sampler use another temperature, another precision, or top-k or top-p? --set "
+                "Does the sampler use a different temperature, a different precision, top-k or top-p? --set "
                 "loss.tis_cap=2 corrects for a difference that cannot be avoided."
             )
 
@@ -729,7 +730,7 @@ class Learner:
         )
         if not as_before:
             self._notices.append(
-                f"step {step} uses other trajectories than before the restart, because some are no longer in the "
+                f"step {step} uses different trajectories than before the restart, because some are no longer in the "
                 "store; the run continues but is no longer identical to the interrupted one."
             )
 
@@ -744,13 +745,13 @@ class Learner:
             ages = earlier.get("newest_version", step - 1) - store.read_scalars("policy_version", rows)
             if ages.tolist() != earlier["ages"]:
                 return  # a power loss took them, and other weights sampled them again
-            what = "but would learn from others now"
+            what = "but would now learn from other trajectories"
         else:
-            what = "but those rows contain other trajectories now"
+            what = "but their rows now contain other trajectories"
         raise DataError(
             f"step {step} learned from {len(rows)} trajectories that are all in {store.path}, {what}: the store or "
             "the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline verify`, and "
-            "restore the run from a copy, or begin a new run with its checkpoint: run --from RUN."
+            "restore the run from a copy, or start a new run from its checkpoint: run --from RUN."
         )
 
 

@@ -102,7 +102,8 @@ def check_metrics(functions: Sequence[MetricFunction]) -> None:
             inspect.signature(function).bind(None)
         except (TypeError, ValueError) as error:
             raise DefinitionError(
-                f"learn.metrics: {name} cannot be called with a step alone ({error}); see MetricFunction in "
+                f"learn.metrics: {name} cannot be called with a step as its only argument ({error}); see "
+                "MetricFunction in "
                 "rlhf_pipeline.learner.metrics."
             ) from error
         if names.count(name) > 1:
@@ -123,7 +124,7 @@ def custom_metrics(functions: Sequence[MetricFunction], step_view: StepSeen) -> 
             figures = {str(key): None if value is None else float(value) for key, value in figures.items()}
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported, and the run continues
             figures, text = {name: None}, f"{type(error).__name__}: {error}"
-            problems.append(f"the metric {name} failed ({text}); its figure is absent.")
+            problems.append(f"the metric {name} failed ({text}); its figure is omitted.")
         if duplicates := sorted(figures.keys() & step_view.figures.keys()):
             problems.append(f"the metric {name} returns {duplicates[0]}, which is already in the line; rename it.")
         all_figures |= {key: value for key, value in figures.items() if key not in step_view.figures}

@@ -51,7 +51,9 @@ class MovingReference:
         """Restore what `state_tensors` returned."""
         if tensors.keys() != self._average.keys():
             wrong = sorted(tensors.keys() ^ self._average.keys())
-            raise DataError(f"the saved reference belongs to another model: {len(wrong)} names differ, {wrong[0]!r}.")
+            raise DataError(
+                f"the saved reference is of another model: {len(wrong)} names differ, for example {wrong[0]!r}."
+            )
         for name, average in self._average.items():
             average.copy_(tensors[name])
         self._write_back()

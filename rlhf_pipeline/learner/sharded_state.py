@@ -78,7 +78,8 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> Non
     missing = sorted(targets.keys() ^ {name for name in saved if not name.startswith(RNG) or name == rng})
     if missing:
         raise DataError(
-            f"the checkpoint {path} belongs to another model: {len(missing)} tensors, {missing[0]!r} first."
+            f"the checkpoint {path} belongs to another model: {len(missing)} tensors differ, for example "
+            f"{missing[0]!r}."
         )
     try:
         with warnings.catch_warnings():
@@ -86,7 +87,7 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> Non
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(targets, checkpoint_id=path / SHARDS, no_dist=alone)
     except (CheckpointException, ValueError, RuntimeError) as error:
-        raise DataError(f"the checkpoint {path} is damaged or of another model: {error}") from error
+        raise DataError(f"the checkpoint {path} is damaged or belongs to another model: {error}") from error
     torch.set_rng_state(targets[rng])
     for name, parameter in model.named_parameters():
         if name in optimizer.masters:

@@ -77,7 +77,10 @@ def _refuse_extras(
         (mask is None, "it passes a custom mask to attention"),
         (dropout == 0.0, "its attention has dropout"),
         (getattr(module, "is_causal", True) is not False, "its attention is not causal"),
-        (query.shape[0] == 1 and query.shape[2] == total, f"its attention got {list(query.shape)} for {total} tokens"),
+        (
+            query.shape[0] == 1 and query.shape[2] == total,
+            f"its attention received {list(query.shape)} for {total} tokens",
+        ),
         (
             window is None or window >= segments.longest,
             f"its attention has a window of {window} and a row has {segments.longest} tokens",
@@ -150,7 +153,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     """Run all segments in one kernel, causal from the last key back, so that every query sees its whole prefix."""
     function, names = _varlen_function() or (None, frozenset())
     if function is None:
-        raise PackedUnsupported("this torch has no variable-length attention")
+        raise PackedUnsupported("this version of torch has no variable-length attention")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds_q, bounds_k, longest_q, longest_k, gather = segments.varlen(query.device)
     if gather is not None:
@@ -159,7 +162,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     if scaling is not None and scaling != q.shape[-1] ** -0.5:
         if "scale" not in names:
             raise PackedUnsupported(
-                f"this torch's variable-length attention takes no scale, but the model's scale is {scaling}"
+                "the variable-length attention of this version of torch accepts no scale, but the model's scale is "
+                f"{scaling}"
             )
         options["scale"] = scaling
     if k.shape[1] != q.shape[1]:

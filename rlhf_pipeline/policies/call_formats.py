@@ -132,7 +132,7 @@ def call_format_of(
     flaws, has_text_arguments = min((probe.flaws(1, as_text=as_text), as_text) for as_text in (False, True))
     if flaws >= _REFUSED:
         raise DefinitionError(
-            f"{name_of(codec)} cannot show a tool's call and its result ({probe.refusal}); use the template of a model "
+            f"{name_of(codec)} cannot show a tool call and its result ({probe.refusal}); use the template of a model "
             "that calls tools."
         )
     if flaws >= _ESCAPED:
@@ -195,7 +195,7 @@ class _Probe:
             self._reply(turn, [{"role": "user", "content": _RESULTS[0]}])
         except (DataError, DefinitionError) as error:
             raise DefinitionError(
-                f"{name_of(self._codec)} cannot show a reply to a turn without a call, so there is no reply to a "
+                f"{name_of(self._codec)} cannot show a reply to a turn without a call, so it cannot show a reply to a "
                 f"malformed call ({error})."
             ) from error
 
@@ -297,7 +297,7 @@ def rewritten_history(
 
 def _rewrites(codec: Any, what: str, where: str) -> str:
     return (
-        f"{name_of(codec)} rewrites {what} when a later turn follows{where}. Rows keep every turn as it was "
-        "sampled, so the policy reads the tokens that it sampled, which that template would not show; serve it the "
-        "same way, or use a template that keeps earlier turns."
+        f"{name_of(codec)} rewrites {what} when a later turn follows{where}. Rows keep every turn as it was sampled, "
+        "so the policy reads tokens that the template would not show. Serve the model in the same way, or use a "
+        "template that keeps earlier turns."
     )

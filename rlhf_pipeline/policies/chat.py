@@ -166,7 +166,7 @@ def reply_text(
             if text.count(_MARK) != 1:
                 raise DataError(
                     f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must "
-                    "be once. Use a template that keeps the assistant's content unchanged."
+                    "render it once. Use a template that keeps the assistant's content unchanged."
                 )
         tail, parts = texts[0].split(_MARK)[1], texts[1].split(_MARK)
     _check_order(tail, marked, first)

@@ -129,7 +129,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     config = getattr(core, "config", None)
     if config is None or not hasattr(core, "get_output_embeddings"):
-        raise _refuse(model, "it is not a model of transformers", "Pass an AutoModelForCausalLM.")
+        raise _refuse(model, "it is not a transformers model", "Pass an AutoModelForCausalLM.")
     refuse_other_directions(model)
     text_config = config.get_text_config(decoder=True)
     submodules = (getattr(core, name, None) for name in (core.base_model_prefix, "model", "transformer"))
@@ -147,13 +147,13 @@ def find_parts(model: nn.Module) -> ModelParts:
     if cache_name is None:
         missing.append(_CACHES[0])
     if cache_name is None or missing:
-        reason = f"its forward takes no {' and no '.join(missing)}"
+        reason = f"its forward method accepts no {' and no '.join(missing)}"
         if "state" in parameters:
             reason += ", and its recurrent states are a separate argument, state"
         raise _refuse(
             model,
             reason,
-            "Models with ALiBi positions or with states outside of a Cache are not supported; use another.",
+            "Models with ALiBi positions or with states outside of a Cache are not supported; use another model.",
         )
     max_positions, positions_by = _max_positions(text_config)
     parts = ModelParts(
@@ -207,7 +207,7 @@ def switch_recomputation(model: nn.Module, enabled: bool, options: dict[str, Any
         model, f"gradient_checkpointing_{name}", None
     )
     if switch is None or not getattr(model, "supports_gradient_checkpointing", False):
-        raise DefinitionError(f"{_name(model)} does not support activation checkpointing. Leave it off.")
+        raise DefinitionError(f"{_name(model)} does not support activation checkpointing. Disable it.")
     switch(options) if enabled else switch()
 
 
@@ -409,8 +409,8 @@ def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> Model
     if not change <= rounding(weight, fine=1e-5, coarse=1e-2):
         raise _refuse(
             model,
-            f"later tokens change its hidden states of earlier ones, by {change:.2%} of their size",
-            "Its attention is not causal: set is_decoder in its config if it has that, or pass a decoder-only model.",
+            f"later tokens change the hidden states of earlier tokens, by {change:.2%} of their size",
+            "Its attention is not causal: set is_decoder in its config if it exists, or pass a decoder-only model.",
         )
     return parts
 

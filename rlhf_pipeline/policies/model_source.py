@@ -110,7 +110,7 @@ def _check_folder(path: Path) -> None:
         )
     if not weights:
         raise DataError(
-            f"{path} has no weights ({', '.join(_WEIGHTS)}); its files: {_listing(path)}. Is a download incomplete?"
+            f"{path} has no weights ({', '.join(_WEIGHTS)}); its files: {_listing(path)}. Is the download incomplete?"
         )
 
 

@@ -269,7 +269,7 @@ def _cut(text: str) -> str:
     if len(text) <= _LONGEST_WORD or not _LONG_WORD.search(text):
         return text
     logger.warning(
-        "a line of %d characters has more than %d characters without a space; it is split for the tokenizer's training",
+        "a line of %d characters has more than %d characters without a space; it is split to train the tokenizer",
         len(text),
         _LONGEST_WORD,
     )

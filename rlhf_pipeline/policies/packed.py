@@ -159,7 +159,7 @@ def plan_micro_batches(
     sizes = np.asarray(lengths, dtype=np.int64)
     if layout == "auto":
         if weight is None:
-            raise DefinitionError("layout 'auto' needs the head's weight; or choose a layout.")
+            raise DefinitionError("layout 'auto' needs the weight of the head. Pass it, or choose another layout.")
         pays = partial(sharing_pays, costs_on(weight), width=int(weight.shape[1]))
         padded = plan_micro_batches("padded", lengths, token_budget)
         if not pays(padded=sum(padded.positions), packed=0, segments=len(sizes)):
@@ -322,7 +322,7 @@ class LayoutScorer:
             error, allowed = _compare(parts, scored, batch)
             if not error <= allowed:
                 self._pad_from_now_on(
-                    f"log-probs differ from padded rows by {error:.1e} (at most {allowed:.1e} is rounding)",
+                    f"log-probs differ from padded rows by {error:.1e} (rounding explains at most {allowed:.1e})",
                     is_chosen=True,
                 )
                 return None

@@ -26,7 +26,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any | None, texts: Sequence[str]) -> None:
         if tokenizer is None:
-            raise DefinitionError("stop strings are found in text, but the policy has no tokenizer.")
+            raise DefinitionError("stop strings need a tokenizer, but the policy has none.")
         if not texts or not all(texts):
             raise DefinitionError(f"stop strings are {list(texts)}; there must be at least one, and none may be empty.")
         self.tokenizer = tokenizer

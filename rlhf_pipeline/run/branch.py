@@ -69,7 +69,7 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
                 f"value. Do not change {change.field}, or start a new run without --from."
             )
     if not isinstance(out.address, Path):
-        raise DefinitionError(f"a run begins from a checkpoint in a folder, not at {out.address}: choose --out FOLDER.")
+        raise DefinitionError(f"--from starts a run only in a folder, not at {out.address}: choose --out FOLDER.")
     with named_disk_errors(out), out.lock():
         check_free_or_recorded(out, resume=False)
         clear_failed_start(out)

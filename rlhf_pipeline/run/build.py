@@ -366,8 +366,8 @@ def _moving_reference(pipeline: Pipeline, models: Models) -> MovingReference | N
         return None
     if not isinstance(models.reference, TokenPolicy):
         raise DefinitionError(
-            "learn.reference_every updates the reference of a run in one process; collectors beside a learner keep "
-            "the frozen reference. Use `rlhf-pipeline run`, or set learn.reference_every=0."
+            "learn.reference_every updates the reference only in a run with one process; with collectors, the "
+            "reference is frozen. Use `rlhf-pipeline run`, or set learn.reference_every=0."
         )
     reference, policy = models.reference.model, models.policy.model
     return MovingReference(reference, policy, every=learn.reference_every, rate=learn.reference_rate)

@@ -11,7 +11,7 @@ from rlhf_pipeline.config import Learn, Pipeline
 from rlhf_pipeline.config_text import override_all, to_json
 from rlhf_pipeline.run.inputs import APART
 
-LAST_BITS: Final = "from here on, metrics and weights may differ in their last bits from those of an unchanged run"
+LAST_BITS: Final = "from now on, metrics and weights may differ in their last bits from those of an unchanged run"
 
 _SILENT: Final = frozenset(
     {
@@ -27,13 +27,13 @@ learned."""
 
 _WITH_CONSEQUENCE: Final[Mapping[str, str]] = {
     **dict.fromkeys(("learn.token_budget", "learn.layout", "learn.compile", "learn.offload_optimizer"), LAST_BITS),
-    "collect.reward_timeout_s": "reward calls from here on fail after that time",
-    "collect.step_timeout_s": "calls of an environment from here on fail after that time",
-    "collect.retries": "calls and conversations that fail from here on are retried at most that many times",
-    "collect.engine": "from here on, other completions of the same weights are drawn",
+    "collect.reward_timeout_s": "from now on, reward calls fail after this time",
+    "collect.step_timeout_s": "from now on, calls of an environment fail after this time",
+    "collect.retries": "from now on, failed calls and conversations are retried at most this many times",
+    "collect.engine": "from now on, the same weights produce different completions",
     **dict.fromkeys(
         ("collect.num_slots", "collect.reply_after", "collect.live_conversations"),
-        "completions sampled from here on may differ in the last bits of their log-probs",
+        "from now on, completions may differ in the last bits of their log-probs",
     ),
 }
 """Fields that may change, with a side effect."""

@@ -134,7 +134,7 @@ def _with_its_weights(run: RunFolder, options: str = "") -> str | None:
     if not saved:
         return None
     source = typed(f"{run.address}@{step_of(saved[-1])}")
-    return f"begin a new run with its weights: rlhf-pipeline run --from {source}{options} --out OTHER_FOLDER"
+    return f"start a new run with its weights: rlhf-pipeline run --from {source}{options} --out OTHER_FOLDER"
 
 
 def continuation_notices(run: RunFolder, pipeline: Pipeline, *, device: str | None = None) -> Iterator[str]:

@@ -86,7 +86,7 @@ def folder_problem(folder: Path, *, checksums: bool = True) -> str | None:
         try:
             current = file.stat().st_size
             if current != size:
-                return f"{name} has {current:,} bytes, and had {size:,}"
+                return f"{name} has {current:,} bytes instead of {size:,}"
             if checksums and _crc32c(file) != checksum:
                 return f"the bytes of {name} differ from those that were written (its CRC32C differs)"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -112,7 +112,7 @@ def changed_prompts(recorded: Mapping[str, Mapping[str, Any]], pipeline: Pipelin
         if before is not None and field in now and now[field] != before:
             yield (
                 f"{path} ({field}) has changed since the run was last started: {_sizes(before, now[field])}. "
-                f"Evaluations from here on use the new prompts; {APART}."
+                f"New evaluations use the new prompts; {APART}."
             )
 
 
@@ -215,8 +215,8 @@ def _together(files: Sequence[Path]) -> str:
 
 def _sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if before["size"] != now["size"]:
-        return f"it had {before['size']:,} bytes, it has {now['size']:,}"
-    return f"it has {now['size']:,} bytes as before, but different content"
+        return f"its size was {before['size']:,} bytes and is now {now['size']:,}"
+    return f"its size is still {now['size']:,} bytes, but its content differs"
 
 
 def model_files(folder: Path) -> dict[str, Any]:

@@ -40,13 +40,14 @@ def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
         run = RunFolder.open(folder)
         if not is_store(run.store_path) and not came_to_nothing(run) and list(missing_parts(run)):
             raise MissingPathError(
-                f"the store of the run {folder} is missing: there is none at {run.store_path}, but the run has "
-                "stored trajectories. Restore it from a copy. To list other missing parts: rlhf-pipeline verify "
+                f"the store of the run {folder} is missing: the run has stored trajectories, but there is no store at "
+                f"{run.store_path}. Restore it from a copy. To list other missing parts: rlhf-pipeline verify "
                 f"{typed(folder)}"
             )
         if not is_store(run.store_path):
             raise MissingPathError(
-                f"the run {folder} has stored nothing yet: there is no store at {run.store_path}. If it stopped "
+                f"the run {folder} has not stored any trajectories yet: there is no store at {run.store_path}. If it "
+                "stopped "
                 f"early, continue it: rlhf-pipeline run --resume --out {typed(folder)}"
             )
         return run, run.store_path

@@ -210,8 +210,9 @@ class Batches:
         for at, part in enumerate(self._parts):
             if len(part) < most[at]:
                 raise DefinitionError(
-                    f"store {at + 1} of {len(self._parts)} has {len(part):,} trajectories to learn from, and with its "
-                    f"weight {int(most[at]):,} of a batch of {self.batch_size:,} come from it. Lower its weight, or "
+                    f"store {at + 1} of {len(self._parts)} has {len(part):,} trajectories to learn from, but its "
+                    f"weight selects {int(most[at]):,} of the {self.batch_size:,} trajectories of a batch from it. "
+                    "Lower its weight, or "
                     "sample.batch_size."
                 )
 

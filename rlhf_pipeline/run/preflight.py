@@ -32,7 +32,7 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
         encoding = sys.getfilesystemencoding()
         raise DefinitionError(
             f"{option} {out}: Python uses the encoding {encoding} for file names, which cannot encode this name. "
-            f"{'Name another.' if encoding == 'utf-8' else 'Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
+            f"{'Choose another name.' if encoding == 'utf-8' else 'Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
         ) from error
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     try:
@@ -63,7 +63,10 @@ def check_device(device: str) -> None:
     kind = device.partition(":")[0]
     if not re.fullmatch(r"[a-z]+(:\d+)?", device) or kind not in _DEVICES:
         hint = did_you_mean(kind, _DEVICES)
-        raise DefinitionError(f"--device {device}: there is no such device.{hint} A number may be added: cuda:1.")
+        raise DefinitionError(
+            f"--device {device}: there is no such device.{hint} "
+            "To select one of several devices, add its number: cuda:1."
+        )
 
 
 def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:

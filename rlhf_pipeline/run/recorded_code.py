@@ -28,16 +28,16 @@ from rlhf_pipeline.user_code.identity import changed_parts, identity_of
 _FIELDS: Final = {
     "reward": (
         "reward function",
-        "trajectories from here on are graded by the new one; earlier trajectories keep their rewards",
+        "new trajectories are graded by the edited version; earlier trajectories keep their rewards",
     ),
-    "prompts": ("prompt source", "rollouts from here on take their prompts from the new one"),
-    "environment": ("environment", "conversations from here on use the new one"),
-    "evaluate.prompts": ("source of evaluation prompts", f"evaluations from here on use the new prompts; {APART}"),
-    "loss.objective": ("objective", "steps from here on minimise the new one"),
-    "sample.strategy": ("sampling strategy", "steps from here on are chosen by the new one"),
+    "prompts": ("prompt source", "new rollouts use prompts of the edited version"),
+    "environment": ("environment", "new conversations use the edited version"),
+    "evaluate.prompts": ("source of evaluation prompts", f"new evaluations use the new prompts; {APART}"),
+    "loss.objective": ("objective", "the next steps minimise the edited version"),
+    "sample.strategy": ("sampling strategy", "the edited version selects the rows of the next steps"),
     "write.estimator": (
         "advantage estimator",
-        "advantages from here on are computed by the new one, and stored ones do not change",
+        "the edited version computes new advantages; stored advantages do not change",
     ),
 }
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
@@ -107,7 +107,7 @@ def changed_code(
             continue  # nothing is sampled or graded
         _, consequence = _FIELDS[field]
         if field in GRADERS and evaluates:
-            consequence = f"evaluations from here on use the new one; {APART}" + (
+            consequence = f"new evaluations use the edited version; {APART}" + (
                 "" if pipeline.replay is not None else f"; {consequence}"
             )
         yield CodeChange(

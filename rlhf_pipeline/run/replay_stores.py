@@ -118,7 +118,7 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
     damaged = sum(source.num_damaged for source in choice.sources)
     repeated = sum(source.num_repeated for source in choice.sources)
     for figure, what in (
-        (counts.behaviour_scored, "got behaviour log-probs, of the initial policy"),
+        (counts.behaviour_scored, "received behaviour log-probs from the initial policy"),
         (counts.reference_scored, "got reference log-probs"),
         (counts.advantages, "got an advantage"),
         (counts.dropped, "of groups without spread were dropped"),

@@ -109,7 +109,7 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
             + (
                 f"the oldest is of step {oldest}, so the first step that can be replayed is {oldest + 1}. "
                 if oldest is not None and oldest < num_steps_taken
-                else "none is left of an earlier step. "
+                else "there is no checkpoint of an earlier step. "
             )
             + "To be able to replay any step, start the run with --set learn.keep_checkpoints=1000000."
         )
@@ -161,7 +161,7 @@ def rerun(current: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iter
                 if problem is None and batches is not None:
                     drawn, _ = batches.rows(step)
                     if drawn.tolist() != rows.tolist():
-                        problem = f"{len(drawn)} other trajectories would be drawn now"
+                        problem = f"{len(drawn)} different trajectories would be drawn now"
                 figures = learner.step(
                     step,
                     row_ids=rows,

@@ -152,17 +152,17 @@ class Run(Setup):
             return
         if replay:
             raise DefinitionError(
-                "this definition learns from existing stores (replay), so it has no collectors. Run it in one "
+                "this definition learns from existing stores (replay), so it uses no collectors. Run it in one "
                 "process: `rlhf-pipeline run`, without --collectors."
             )
         if self.pipeline.learn.reference_every:
             raise DefinitionError(
-                "learn.reference_every updates the reference model of a run in one process; collectors keep the "
-                "frozen reference. Omit --collectors, or set learn.reference_every=0."
+                "learn.reference_every updates the reference only in a run with one process; with collectors, the "
+                "reference is frozen. Omit --collectors, or set learn.reference_every=0."
             )
         if self.pipeline.curriculum is not None:
             raise DefinitionError(
-                "a curriculum needs every earlier rollout in the store, but collectors beside a learner work on "
-                "several rollouts at once. Collect in one process (`rlhf-pipeline run` without --collectors), or "
+                "a curriculum needs every earlier rollout in the store, but collectors sample several rollouts at the "
+                "same time. Collect in one process (`rlhf-pipeline run` without --collectors), or "
                 "remove the curriculum."
             )

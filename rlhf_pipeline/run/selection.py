@@ -134,7 +134,7 @@ def stores_of(replay: Replay) -> list[Address]:
     stores = [store.resolve() if isinstance(store, Path) else store for store in stores]
     for at, store in enumerate(stores):
         if store in stores[:at]:
-            raise DefinitionError(f"the store {store} is given twice. To draw more from it, use a weight.")
+            raise DefinitionError(f"the store {store} is given twice. To draw more trajectories from it, use a weight.")
     return stores
 
 
@@ -264,7 +264,8 @@ def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> Non
     highest = int(tokens.max(initial=0))
     if highest >= limits.vocabulary:
         raise DataError(
-            f"{path} contains the token id {highest:,}, but the policy has {limits.vocabulary:,} tokens: the store "
+            f"{path} contains the token id {highest:,}, but the policy's vocabulary has {limits.vocabulary:,} tokens: "
+            "the store "
             "was created with another tokenizer. Import it with the policy's tokenizer (--tokenizer FOLDER), or use "
             "the policy for which it was created (--set policy.path=FOLDER)."
         )

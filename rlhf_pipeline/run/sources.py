@@ -360,7 +360,7 @@ class SampledBatches(Source):
 
 
 _OTHERWISE = (
-    "To learn from the stored rows in another order, replay them into another folder: --out OTHER_FOLDER --set "
+    "To learn from the stored rows in a different order, replay them in another folder: --out OTHER_FOLDER --set "
     "replay.recorded_order=false"
 )
 

@@ -56,12 +56,11 @@ def _find_masking(parts: ModelParts) -> bool:
     if gap is None:
         # Diverged weights: the sampler reports them when it sees their logits.
         return parts.builds_own_mask
-    reason = f"its hidden states differ from its own by {gap:.1%}"
+    reason = f"its hidden states differ from those without a cache by {gap:.1%}"
     if gap == float("inf"):
         reason = f"its forward pass fails ({problem})"
     raise DefinitionError(
-        f"The slot engine cannot generate with {type(parts.trunk).__name__}: through a KV cache {reason}. "
-        f"{WITHOUT_SLOTS}"
+        f"The slot engine cannot generate with {type(parts.trunk).__name__}: with a KV cache, {reason}. {WITHOUT_SLOTS}"
     ) from problem
 
 

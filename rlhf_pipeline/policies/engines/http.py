@@ -503,10 +503,10 @@ class _ServerCall:
         tokens = [int(token) for token in choice["token_ids"]]
         content = choice["logprobs"]["content"] or []
         if [token["token_id"] for token in content] != tokens:
-            raise ValueError("the log-probs are not those of the tokens")
+            raise ValueError("the log-probs do not match the tokens")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length", "abort") or len(tokens) > limit or not (tokens or reason == "abort"):
-            raise ValueError(f"{len(tokens)} tokens, at most {limit}, with the finish reason {reason!r}")
+            raise ValueError(f"{len(tokens)} tokens (the limit is {limit}) with the finish reason {reason!r}")
         versions: list[int] = []
         if self.versioned and tokens:
             spans = choice["weight_versions"]

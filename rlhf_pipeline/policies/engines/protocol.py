@@ -73,7 +73,7 @@ class Request:
             return list(range(len(self.prompts)))
         if len(self.stream_ids) != len(self.prompts):
             raise DefinitionError(
-                f"{len(self.stream_ids)} stream_ids were given for {len(self.prompts)} prompts; give one each."
+                f"{len(self.stream_ids)} stream_ids were given for {len(self.prompts)} prompts; give one per prompt."
             )
         return [int(stream) for stream in self.stream_ids]
 
@@ -100,8 +100,8 @@ class Request:
             raise DefinitionError(f"max_new_tokens is {limits.min()}; it must be at least 1.")
         if not lengths.all():
             raise DataError(
-                f"Prompt {int(lengths.argmin())} has no tokens, but a model needs at least one to start from. "
-                "Begin it with a BOS token, or drop it."
+                f"Prompt {int(lengths.argmin())} has no tokens, but a model needs at least one. Begin the prompt with "
+                "a BOS token, or remove it."
             )
         ids = np.fromiter(chain.from_iterable(self.prompts), np.int64, int(lengths.sum()))
         outside = np.flatnonzero((ids < 0) | (False if vocab is None else ids >= vocab))
@@ -116,7 +116,7 @@ class Request:
             if lengths[longest] >= positions:
                 raise DataError(
                     f"Prompt {longest} has {lengths[longest]} tokens; the model has {positions} positions "
-                    f"({positions_by}), but a completion needs at least one of them. Shorten or drop it."
+                    f"({positions_by}), but a completion needs at least one of them. Shorten or remove the prompt."
                 )
             limits = np.minimum(limits, positions - np.repeat(lengths, self.group_size))
         return limits

@@ -175,7 +175,7 @@ class SlotEngine:
 
     def _notice(self, text: str) -> None:
         self._notices.setdefault(
-            f"{type(self.parts.trunk).__name__} {text}. vLLM samples faster, if it has the architecture: "
+            f"{type(self.parts.trunk).__name__} {text}. vLLM samples faster if it supports the architecture: "
             "--set collect.engine=vllm",
             False,
         )

@@ -291,7 +291,7 @@ class _Pulse:
         silent = self._unchanged_s("time", heartbeat["time"])
         busy = self._unchanged_s("since", heartbeat["since"])
         if silent > config.hang_timeout_s:
-            return f"its heartbeat has stopped {silent:.0f} s ago ({heartbeat['state']!r})"
+            return f"its heartbeat stopped {silent:.0f} s ago ({heartbeat['state']!r})"
         if (
             config.progress_timeout_s is not None
             and not is_idle(str(heartbeat["state"]))

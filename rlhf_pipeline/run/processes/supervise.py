@@ -168,9 +168,10 @@ class Supervisor:
                 self._tick()
                 time.sleep(_TICK_S)
             if reason is None:
-                logger.info("supervisor: requested all processes to stop")
+                logger.info("supervisor: asked all processes to stop")
                 self._report(
-                    "all processes finish their rollout or step and save. Press Ctrl-C again to kill them.", "info"
+                    "all processes are finishing their rollout or step and saving. Press Ctrl-C again to kill them.",
+                    "info",
                 )
             self._wind_down(signal.SIGTERM if reason is None else None)
         except ProcessFailedError as error:
@@ -227,7 +228,7 @@ class Supervisor:
 
     def _advice(self, ended: Exit) -> str:
         last_words = f"Last line of stderr: {ended.last_words}\n" if ended.last_words else ""
-        return f"{last_words}More is in {ended.log}."
+        return f"{last_words}See {ended.log} for details."
 
     def _way_on(self) -> str:
         with suppress(StoreError, DataError):

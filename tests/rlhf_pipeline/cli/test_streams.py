@@ -94,7 +94,7 @@ def test_names_that_a_library_cannot_take(run_dir: Path, tmp_path: Path):
     line = f"{COMMAND} export {run_dir} --to r\u00fcn.parquet"
     shown = shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert shown.returncode == 2
-    assert shown.stderr.endswith("Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
+    assert shown.stderr.endswith("Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
     assert len(shown.stderr.splitlines()) == 1
     assert shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="1").returncode == 0
 
@@ -136,7 +136,7 @@ def test_a_run_folder_that_cannot_be_is_reported_before_torch_is_imported(cli: C
     line = f"{COMMAND} run copy_digits --out r\u00fcn"
     shown = shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert shown.returncode == 2
-    assert shown.stderr.endswith("cannot encode this name. Turn on its UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
+    assert shown.stderr.endswith("cannot encode this name. Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
 
 

@@ -27,7 +27,7 @@ def test_down_weighted_and_left_out():
     assert (full.message, full.skip) == ("", False)
     less = ess_guard(WEIGHTS.log(), MASK, ages, min_ess=0.9, skip_below=0.5)
     assert less.weights.tolist() == pytest.approx([1.0, 1.0, 0.8 / 0.9])
-    assert less.message == "Age 5: the effective sample size of 1 trajectories is 0.800, they get the weight 0.89."
+    assert less.message == "Age 5: the effective sample size of 1 trajectories is 0.800, they receive the weight 0.89."
     out = ess_guard(WEIGHTS.log(), MASK, ages, min_ess=0.9, skip_below=0.9)
     assert out.weights.tolist() == [1.0, 1.0, 0.0]
     assert out.message.endswith("is 0.800, they are excluded.")

@@ -132,7 +132,7 @@ def test_a_step_that_differs_from_its_ledger_row_is_refused(make_learner):
     learner.ledger = Ledger(learner.ledger.rows.path)  # as after a restart
     rows, before = list(learner.ledger.rows), [parameter.clone() for parameter in learner.policy.parameters()]
     learner.buffer.extend(lazy_stack(TURNS[2:]))
-    with pytest.raises(DataError, match=r"step 1 learned from 2 .* all in .*would learn from others"):
+    with pytest.raises(DataError, match=r"step 1 learned from 2 .* all in .*would now learn from other"):
         learner.step(1)
     assert list(StepRows(learner.ledger.rows.path)) == rows
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
@@ -145,7 +145,7 @@ def test_a_step_whose_trajectories_were_lost_is_reported(make_learner):
     learner.ledger.record({"step": 1, "row_ids": [99], "trajectory_ids": [99], "ages": [0]})
     learner.step(1)
     (notice,) = learner.take_notices()
-    assert "step 1 uses other trajectories than before the restart" in notice
+    assert "step 1 uses different trajectories than before the restart" in notice
     assert learner.take_notices() == []
 
 
@@ -521,7 +521,7 @@ def test_a_gradient_that_rewards_overflow_names_the_rewards(make_learner):
     """Rewards near the largest float32 are not answered with advice about the learning rate."""
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack([trajectory(n, [0, 1, 1], -1e38 * n) for n in range(2)]))
-    with pytest.raises(DataError, match=r"is not finite .* Its advantages reach 5\.0e\+37: give smaller rewards"):
+    with pytest.raises(DataError, match=r"is not finite .* Its advantages reach 5\.0e\+37: use smaller rewards"):
         learner.step(1)
 
 

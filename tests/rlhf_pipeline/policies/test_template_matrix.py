@@ -142,7 +142,7 @@ def test_two_calls_with_results_are_what_the_authors_render(name: str):
     tokenizer = byte_tokenizer(family)
     if not family.most:
         with pytest.raises(
-            DefinitionError, match=r"^the chat template cannot show a tool's call and its result \(.+\); "
+            DefinitionError, match=r"^the chat template cannot show a tool call and its result \(.+\); "
         ) as told:
             conversation(tokenizer, "")
         assert "\n" not in str(told.value)

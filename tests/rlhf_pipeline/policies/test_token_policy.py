@@ -400,11 +400,11 @@ def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(DefinitionError, match=r"its head is a torch\.nn\..*Sequential, not a torch\.nn\.Linear"):
         TokenPolicy(model)
-    with pytest.raises(DefinitionError, match="BloomForCausalLM: its forward takes no position_ids"):
+    with pytest.raises(DefinitionError, match="BloomForCausalLM: its forward method accepts no position_ids"):
         TokenPolicy(make_model("bloom", attention="eager"))
     with pytest.raises(DefinitionError, match="no language model head"):
         TokenPolicy(make_model().model)
-    with pytest.raises(DefinitionError, match="not a model of transformers"):
+    with pytest.raises(DefinitionError, match="not a transformers model"):
         TokenPolicy(nn.Linear(2, 2))
 
 
@@ -474,7 +474,7 @@ def test_a_model_that_looks_ahead_is_refused(make_model: Make) -> None:
     """A decoder whose config leaves is_decoder off attends to later tokens, and what it scores are no log-probs."""
     sizes = {"num_key_value_heads": None, "bos_token_id": 2}
     TokenPolicy(make_model("bert-generation", is_decoder=True, **sizes))
-    with pytest.raises(DefinitionError, match=r"later tokens change its hidden states of earlier ones, by .* causal"):
+    with pytest.raises(DefinitionError, match=r"later tokens change the hidden states of earlier tokens, by .* causal"):
         TokenPolicy(make_model("bert-generation", **sizes))
 
 

@@ -41,7 +41,7 @@ def test_a_missing_folder_is_an_oserror(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "advice"),
-    [(errno.ENOSPC, "Free some space"), (errno.EACCES, "--out OTHER_FOLDER"), (errno.EFBIG, "Fix that")],
+    [(errno.ENOSPC, "Free disk space"), (errno.EACCES, "--out OTHER_FOLDER"), (errno.EFBIG, "Fix the problem")],
 )
 def test_a_run_reports_what_to_do_about_weights_that_cannot_be_written(tmp_path, number, advice):
     """The library names the error of the system in words; the run's sentence has the advice for it."""

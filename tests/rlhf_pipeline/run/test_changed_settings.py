@@ -249,9 +249,8 @@ def test_a_flaky_judge_gets_retries_when_the_run_continues(tmp_path):
     assert [row["num_failed"] for row in RunFolder(tmp_path).metrics] == [4, 4, 0, 0]
     notices = [event.message for event in events if isinstance(event, Notice) and event.message.startswith("collect.")]
     assert notices == [
-        "collect.retries was 0, is 3: calls and conversations that fail from here on are retried at most that many "
-        "times.",
-        "collect.reward_timeout_s was 300.0, is 60.0: reward calls from here on fail after that time.",
+        "collect.retries was 0, is 3: from now on, failed calls and conversations are retried at most this many times.",
+        "collect.reward_timeout_s was 300.0, is 60.0: from now on, reward calls fail after this time.",
     ]
 
 

@@ -69,7 +69,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path):
     [
         (lambda path: flip(path / "value"), "bytes of value differ"),
         (lambda path: flip(path / "state.json"), "bytes of state.json differ"),
-        (lambda path: (path / "value").write_text(""), "value has 0 bytes, and had 1"),
+        (lambda path: (path / "value").write_text(""), "value has 0 bytes instead of 1"),
         (lambda path: (path / "value").unlink(), "it has no value"),
         (lambda path: (path / "files.json").unlink(), "never completed"),
         (lambda path: (path / "files.json").write_text('{"files": 3}'), "files.json is damaged"),

@@ -325,7 +325,7 @@ def test_a_policy_that_cannot_read_the_store_is_refused_before_anything_is_made(
     """Token ids beyond its vocabulary, trajectories beyond its positions; the message says what to type."""
     source = make_store(tmp_path / "source", vocabulary=40)
     replay = Replay(stores=(str(source),))
-    with pytest.raises(DataError, match=r"contains the token id \d+, but the policy has 13 tokens"):
+    with pytest.raises(DataError, match=r"contains the token id \d+, but the policy's vocabulary has 13 tokens"):
         choose(replay, LIMITS)
     with pytest.raises(DataError, match=r"--filter 'num_tokens<=5'"):
         choose(replay, Limits(vocabulary=40, positions=5))

@@ -256,7 +256,7 @@ def test_a_changed_grader_is_reported_and_the_best_checkpoint_selected_from_ther
     assert notices == []
     (notice,), done = go_on(-1.0, 6)
     assert "Score has been edited since the run was last started (attribute weight was 2.0, is -1.0)" in notice
-    assert "evaluations from here on use the new one; they are stored separately" in notice
+    assert "new evaluations use the edited version; they are stored separately" in notice
     assert [(event.step, event.best) for event in done] == [(6, True)]  # though every earlier mean is higher
     assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 2
     notices, done = go_on(-1.0, 8)

@@ -63,10 +63,10 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     file = Path(pipeline.prompts.path)  # pyright: ignore[reportAttributeAccessIssue]
     whole = file.read_text()
     file.write_text(whole.replace('"2"', '"3"'))
-    with pytest.raises(RunMismatchError, match=r"prompts\.jsonl \(prompts\.path\) has changed .*68 bytes as before"):
+    with pytest.raises(RunMismatchError, match=r"prompts\.jsonl \(prompts\.path\) has changed .*still 68 bytes"):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
     file.write_text(whole + "\n")
-    with pytest.raises(RunMismatchError, match=r"it had 68 bytes, it has 69\. Restore the old file"):
+    with pytest.raises(RunMismatchError, match=r"its size was 68 bytes and is now 69\. Restore the old file"):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
     check_unchanged(RunFolder(run_dir), pipeline, 0, inputs=False)
     file.write_text(whole)
@@ -81,7 +81,7 @@ def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tm
     other.write_text(file.read_text())
     check_unchanged(RunFolder(run_dir), moved, 0)
     other.write_text(file.read_text() + "\n")
-    said = rf"prompts\.path was {file}, is {other}, whose content differs: it had 68 bytes, it has 69\. Use the"
+    said = rf"prompts\.path was {file}, is {other}, whose content differs: its size was 68 bytes and is now 69\. Use"
     with pytest.raises(RunMismatchError, match=said):
         check_unchanged(RunFolder(run_dir), moved, 0)
 
@@ -294,4 +294,4 @@ def test_another_number_of_threads_is_reported(tmp_path):
     edited(run_dir, record)
     (notice,) = continuation_notices(RunFolder(run_dir), pipeline, device="cpu")
     before, now = torch.get_num_threads() + 3, torch.get_num_threads()
-    assert notice.startswith(f"threads was {before}, is {now} (to keep it: OMP_NUM_THREADS={before}): from here on")
+    assert notice.startswith(f"threads was {before}, is {now} (to keep it: OMP_NUM_THREADS={before}): from now on")

@@ -126,7 +126,7 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
             assert (line["reward_low"], line["reward_high"]) == (rewards.min(), rewards.max())
     assert all("broken" not in line and line["loss"] for line in lines)
     said = " ".join(event.message for event in heard if isinstance(event, Notice))
-    assert "step 1: the metric broken failed (ZeroDivisionError: division by zero); its figure is absent." in said
+    assert "step 1: the metric broken failed (ZeroDivisionError: division by zero); its figure is omitted." in said
     assert "the metric clash returns loss, which is already in the line; rename it." in said
     run(tiny(), run_dir=own / "without")
     assert weights(own / "without") == weights(own / "run")
@@ -142,7 +142,7 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
         ("sample.strategy", "lambda view, allowed, most, rng: allowed + 1", "of the 8 allowed positions, each once"),
         ("sample.strategy", "lambda view, allowed, most, rng: allowed", "must return at most 4 of the 8"),
         ("sample.strategy", "lambda view, allowed: allowed", "raised TypeError.*in a test on 8 trajectories"),
-        ("learn.metrics", "lambda: 1", "cannot be called with a step alone"),
+        ("learn.metrics", "lambda: 1", "cannot be called with a step as its only argument"),
     ],
 )
 def test_a_wrong_function_is_refused_before_anything_is_sampled(own: Path, field: str, function: str, sentence: str):

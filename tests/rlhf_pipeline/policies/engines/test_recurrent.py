@@ -156,7 +156,9 @@ def test_a_model_that_lets_padding_into_its_states_is_refused(
     monkeypatch.setattr(
         sys.modules[type(model).__module__], "apply_mask_to_padding_states", lambda states, _mask: states
     )
-    with pytest.raises(DefinitionError, match=r"through a KV cache its hidden states differ from its own by .*vLLM"):
+    with pytest.raises(
+        DefinitionError, match=r"with a KV cache, its hidden states differ from those without a cache by .*vLLM"
+    ):
         TokenPolicy(model).generate_groups([[5], [6, 7]], seed=0)
 
 

@@ -222,7 +222,9 @@ def test_a_model_that_ignores_all_masks_is_refused(make_model: Make) -> None:
     model = make_model()
     _bend_masks(model, lambda _mask: None)
     policy = TokenPolicy(model)
-    with pytest.raises(DefinitionError, match="through a KV cache its hidden states differ from its own by"):
+    with pytest.raises(
+        DefinitionError, match="with a KV cache, its hidden states differ from those without a cache by"
+    ):
         policy.generate_groups([[5], [6, 7]], seed=0)
     assert policy.log_probs(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.bool)).shape == (1, 2)
 
