@@ -155,7 +155,7 @@ class Segment(ABC):
 
     @property
     def is_checked(self) -> bool:
-        """Whether no row is left to compare, and no update is damaged."""
+        """Whether no value that reads return is left to compare, and no update is damaged."""
         return True
 
     def has_compared(self, column: Column, *, flags: bool) -> bool:

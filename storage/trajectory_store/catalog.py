@@ -452,7 +452,8 @@ class Catalog:
                 "restore it from a copy."
             )
         is_complete = self.medium.complete  # elsewhere rows are compared when they are fetched, and some may not be yet
-        if not (self.is_checked and is_complete):
+        are_compared = is_complete and all(self.has_compared(column, flags=True) for column in self.state.schema)
+        if not are_compared or self.look_is_due:
             for segment, rows in (*updates, *runs):
                 self.check([(segment, rows)], segment.schema.columns)
             if not is_complete:
@@ -496,7 +497,10 @@ class Catalog:
 
     @property
     def is_checked(self) -> bool:
-        """Whether every commit was compared with its checksum, and files need not be looked at again yet."""
+        """Whether reads of values have nothing to compare first, and files need not be looked at again yet.
+
+        Where rows have to be fetched, they are compared as they arrive.
+        """
         return self._compared.get(None) == self.generation and not self.look_is_due
 
     def has_compared(self, column: Column, *, flags: bool) -> bool:

@@ -22,7 +22,7 @@ from trajectory_store.errors import BatchError, CorruptionError, DamageFoundErro
 from trajectory_store.file_access import AHEAD, will_need
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, TARGET, offsets_name
 from trajectory_store.pool import BufferPool
-from trajectory_store.ragged import Int64Array, RaggedArray, offsets_of
+from trajectory_store.ragged import Int64Array, RaggedArray
 from trajectory_store.schema import Column
 from trajectory_store.updates import Later, later_of
 
@@ -148,24 +148,33 @@ class Spans:
         """Whether most rows do not begin where the row before them ends."""
         return 2 * int(np.count_nonzero(self.starts[1:] != self.ends[:-1])) > len(self.starts)
 
+    @cached_property
+    def rows(self) -> RaggedArray:
+        """Rows of these lengths without values: those of columns are put beside them."""
+        total = int(np.add.reduce(self.lengths))
+        return RaggedArray(np.broadcast_to(np.zeros(1, np.uint8), total), self.lengths)
+
     def joined(self, width: int) -> tuple[list[int], Iterable[slice], Iterable[slice]]:
         """Return how to copy the rows one after another: the segments, and the source and target slices.
 
         Rows that are adjacent both in a segment and in the batch are copied together.
         """
+        owners, edges = self._pieces
+        first, last, begin, stop = (edges if width == 1 else edges * width).tolist()
+        return owners, map(slice, first, last), map(slice, begin, stop)
+
+    @cached_property
+    def _pieces(self) -> tuple[list[int], Int64Array]:
+        """What is copied together: the segments, and `[4, K]` where it begins and ends in the segment and the batch."""
         starts, ends, order = self.starts, self.ends, self.places.order
-        begins, owners = offsets_of(self.lengths)[:-1], self.places.ordinals
+        begins, owners = self.rows.offsets[:-1], self.places.ordinals
         if order is not None:
             begins, owners = begins[order], owners[order]
         stops = begins + self._counts
         breaks = (starts[1:] != ends[:-1]) | (begins[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
         cuts = np.flatnonzero(breaks)
         firsts, lasts = np.concatenate(([0], cuts + 1)), np.concatenate((cuts, [len(starts) - 1]))
-        first, last, begin, stop = (
-            (edges if width == 1 else edges * width).tolist()
-            for edges in (starts[firsts], ends[lasts], begins[firsts], stops[lasts])
-        )
-        return owners[firsts].tolist(), map(slice, first, last), map(slice, begin, stop)
+        return owners[firsts].tolist(), np.array((starts[firsts], ends[lasts], begins[firsts], stops[lasts]))
 
 
 def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Concatenate[ColumnReader, P], R]:
@@ -185,8 +194,10 @@ def contained(read: Callable[Concatenate[ColumnReader, P], R]) -> Callable[Conca
             if self.find_damage():
                 raise DamageFoundError(str(error)) from error
             raise
-        if self._count_gaps() > self._gaps:  # pyright: ignore[reportPrivateUsage]
-            self.confirm()
+        for segment, gaps in self.watched:  # a loop: each step of each read asks
+            if len(segment.gaps) > gaps:
+                self.confirm()
+                break
         return values_read
 
     return wrapper
@@ -219,27 +230,20 @@ class ColumnReader:
         self.ids = ids
         self._limits = limits
         self._every = every
+        self._is_checking = checked
         self._unchecked = checked and not catalog.is_checked
         self._checked: set[tuple[str, bool]] = set()
         self._base = Places(*catalog.locate(ids)) if places is None else places
         segments, updates = catalog.segments, catalog.updates
-        self._watched = [segments[ordinal] for ordinal, _ in self._base.runs if ordinal in segments]
-        if updates:
-            self._watched += list(updates.values())
-        self._gaps = self._count_gaps()
+        watched = [segments[ordinal] for ordinal, _ in self._base.runs if ordinal in segments]
+        self.watched = [(segment, len(segment.gaps)) for segment in (*watched, *updates.values())]
+        """These segments, and all of updates, with the number of their parts that are excluded."""
         self._spans: dict[str, Spans] = {}
         self._updated: dict[str, Places] = {}
 
-    def _count_gaps(self) -> int:
-        """Return how many parts of these segments, and of all updates, are excluded."""
-        count = 0
-        for segment in self._watched:  # a loop: each step of each read asks
-            count += len(segment.gaps)
-        return count
-
     def confirm(self) -> None:
         """Reject what was read if its rows are among those that another read has found damaged since this one began."""
-        self._gaps = self._count_gaps()
+        self.watched = [(segment, len(segment.gaps)) for segment, _ in self.watched]
         self._catalog.note_damage()
         if self._catalog.is_left_out(self._base.ordinals, self._base.rows):
             raise DamageFoundError(f"{self._catalog.medium.where}: damaged rows were found")
@@ -282,7 +286,7 @@ class ColumnReader:
     def find_damage(self) -> bool:
         """Search for damage among these rows and all updates, and exclude it; return whether some was found."""
         catalog = self._catalog
-        if self._count_gaps() > self._gaps:
+        if any(len(segment.gaps) > gaps for segment, gaps in self.watched):
             catalog.note_damage()
             return True
         every = [(u, slice(0, u.rows)) for u in catalog.updates.values()]
@@ -323,7 +327,7 @@ class ColumnReader:
             CorruptionError: some do not match; it names the rows and the segment.
             DamageFoundError: some of all rows do not match, and are excluded from now on.
         """
-        if not self._unchecked or (column.name, flags) in self._checked:
+        if (column.name, flags) in self._checked:
             return
         catalog = self._catalog
         if catalog.has_compared(column, flags=flags) and not catalog.look_is_due:
@@ -379,9 +383,9 @@ class ColumnReader:
 
     def _look_up(self, key: str, places: Places, find: Callable[[Segment, Rows], Any]) -> dict[int, Any]:
         """Return the table of one array per segment, by ordinal, complete for these rows."""
-        table, keeps = self._catalog.table(key), self._catalog.medium.keeps_arrays
+        table = self._catalog.table(key)
         for ordinal, rows in places.runs:
-            if ordinal not in table or not keeps:
+            if ordinal not in table:
                 table[ordinal] = find(self._catalog.any_segment(ordinal), rows)
         return table
 
@@ -409,7 +413,8 @@ class ColumnReader:
     @contained
     def present(self, column: Column) -> npt.NDArray[np.bool_]:
         """Return whether a value was given, by the append or by an update: `[B]` bool."""
-        self._check(column, flags=True)
+        if self._is_checking:
+            self._check(column, flags=True)
         places = self._places(column)
         if not column.optional or not places.runs:
             return np.ones(places.edges[-1], bool)
@@ -420,7 +425,12 @@ class ColumnReader:
     @contained
     def spans(self, column: Column) -> Spans:
         """Return where the elements of a ragged column are."""
-        self._check(column)
+        return self._spans_of(column)
+
+    def _spans_of(self, column: Column) -> Spans:
+        """Return the spans, for a step that is itself `contained`."""
+        if self._unchecked:
+            self._check(column)
         places = self._places(column)
         key = column.axis or "" if places is self._base else f"{column.axis}.{column.name}"
         spans = self._spans.get(key)
@@ -459,7 +469,8 @@ class ColumnReader:
     @contained
     def scalars(self, column: Column) -> npt.NDArray[Any]:
         """Return the values of a scalar column: `[B]`."""
-        self._check(column)
+        if self._unchecked:
+            self._check(column)
         later = None
         if self._catalog.updates and self._catalog.medium.complete and self._limits is None:
             later = later_of(self._catalog, column)
@@ -487,8 +498,8 @@ class ColumnReader:
     @contained
     def ragged(self, column: Column) -> RaggedArray:
         """Return the rows of a ragged column in one new flat array; text as its bytes."""
-        spans = self.spans(column)
-        flat = np.empty(int(spans.lengths.sum()) * column.width, column.np_dtype)
+        spans = self._spans_of(column)
+        flat = np.empty(len(spans.rows.values) * column.width, column.np_dtype)
         if len(flat):
             items, view = (
                 self._items(column, spans.places),
@@ -506,7 +517,7 @@ class ColumnReader:
                 raise
             except ValueError:  # an offset points behind the values
                 raise self._contradiction(column) from None
-        return RaggedArray(flat.reshape(-1, *column.shape) if column.shape else flat, spans.lengths)
+        return spans.rows.beside(flat.reshape(-1, *column.shape) if column.shape else flat)
 
     def _rows(self, column: Column, spans: Spans) -> list[Any]:
         """Return the values of each row, in the order of the batch."""
@@ -518,12 +529,12 @@ class ColumnReader:
     @contained
     def text(self, column: Column) -> list[Any]:
         """Return the rows of a column of text or bytes."""
-        spans = self.spans(column)
+        spans = self._spans_of(column)
         if spans.are_scattered:
             rows = self._rows(column, spans)
         else:  # in few pieces: `inspect` of 30,720 trajectories takes three quarters of the time
             data = self.ragged(column).values.data
-            rows = [data[a:b] for a, b in itertools.pairwise(offsets_of(spans.lengths).tolist())]
+            rows = [data[a:b] for a, b in itertools.pairwise(spans.rows.offsets.tolist())]
         if column.dtype == "bytes":
             return [bytes(row) for row in rows]
         try:
@@ -538,14 +549,18 @@ class ColumnReader:
     def padded(
         self,
         column: Column,
-        spans: Spans,
-        width: int,
+        multiple: int,
         pad: Any,
         side: Side,
         pool: BufferPool,
         out: npt.NDArray[Any] | None,
-    ) -> npt.NDArray[Any]:
-        """Return the rows of a ragged column, padded with `pad`: `[B, width, *shape]`."""
+    ) -> tuple[npt.NDArray[Any], Int64Array]:
+        """Return the rows of a ragged column, padded with `pad`, and their lengths: `[B, T, *shape]` and `[B]`.
+
+        T is the length of the longest row, rounded up to a multiple of `multiple`.
+        """
+        spans = self._spans_of(column)
+        width = -(-spans.width // multiple) * multiple
         shape, dtype = (len(self.ids), width, *column.shape), column.np_dtype
         target = None if out is None else _fit(out, column, *shape[:2])
         self._touch(column, spans)
@@ -554,9 +569,9 @@ class ColumnReader:
         pieces[side == "right" :: 2] = spans.blanks(column, width, pad, pool)
         array = pool.join(pieces, shape, dtype)
         if target is None:
-            return array
+            return array, spans.lengths
         np.copyto(target, array)
-        return target
+        return target, spans.lengths
 
 
 def _full(count: int, pad: Any, column: Column) -> npt.NDArray[Any]:

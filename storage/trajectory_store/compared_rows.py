@@ -37,6 +37,7 @@ class ComparedRows:
         self._first: dict[str, int] = {}
         """Of how many first rows all were compared, of an array or `ALL`."""
         self._masks: dict[str, npt.NDArray[np.bool_]] = {}
+        """Of an array or `ALL`; the mask of an array has the rows that were compared with all arrays as well."""
 
     def are_all(self, name: str, count: int) -> bool:
         """Return whether every row of an array was compared."""
@@ -54,13 +55,15 @@ class ComparedRows:
         """Return which of some rows of an array were not compared; None if all were."""
         if self.are_all(name, count):
             return None
-        is_compared = self._mask(ALL, count)[rows] | self._mask(name, count)[rows]
+        is_compared = self._mask(name, count)[rows]
         return None if is_compared.all() else np.r_[rows][~is_compared]
 
     def mark(self, name: str, rows: Rows, count: int) -> None:
-        """Note that rows of an array were compared."""
-        if not self.are_all(name, count):
-            self._mask(name, count)[rows] = True
+        """Note that rows of an array, or of all arrays, were compared."""
+        if self.are_all(name, count):
+            return
+        for marked in (ALL, *self._masks) if name == ALL else (name,):
+            self._mask(marked, count)[rows] = True
 
     def settle(self, name: str, count: int) -> None:
         """Drop the mask of an array once every row was compared; those of all arrays once that holds for each."""
@@ -78,5 +81,7 @@ class ComparedRows:
             grown = np.zeros(count, np.bool_)
             before = max(self._first.get(name, 0), self._first.get(ALL, 0)) if mask is None else len(mask)
             grown[:before] = True if mask is None else mask
+            if mask is None and (of_all := self._masks.get(ALL)) is not None:
+                grown[: len(of_all)] |= of_all[:count]
             mask = self._masks[name] = grown
         return mask

@@ -625,10 +625,15 @@ class LocalSegment(Segment):
 
     @property
     def is_checked(self) -> bool:
-        """Whether no row is left to compare, and no update is damaged."""
+        """Whether no value that reads return is left to compare, and no update is damaged."""
         if self.meta.kind == "update" and self.gaps:
             return False
-        return self._compared.are_all(ALL, self.rows)
+        return all(self._compared.are_all(name, self.rows) for name in self._read_arrays)
+
+    @functools.cached_property
+    def _read_arrays(self) -> tuple[str, ...]:
+        """The arrays that reads take values from: not the times of merged rows, and not whether values were given."""
+        return tuple(self.arrays_of(self.schema, flags=False))
 
     def _find_targets(self, gap: Gap) -> Int64Array | None:
         """Read the rows that a damaged update was for; None if they are damaged as well."""

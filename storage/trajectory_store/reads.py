@@ -518,13 +518,11 @@ class StoreReads:
             if column.is_text:
                 result[name] = reader.text(column)
                 continue
-            spans = reader.spans(column)
-            width = -(-spans.width // pad_to_multiple_of) * pad_to_multiple_of
             pad = cast("Mapping[str, Any]", pad_value).get(name, 0) if by_name else pad_value
             target = None if out is None else out.get(name)
-            result[name] = reader.padded(column, spans, width, pad, side, self._pool, target)
+            result[name], sizes = reader.padded(column, pad_to_multiple_of, pad, side, self._pool, target)
             first_axis = first_axis or axis
-            lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = spans.lengths
+            lengths["lengths" if axis == first_axis else f"{axis}.lengths"] = sizes
         return result | lengths
 
     @following

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import trajectory_store
 from tests.damage import flip, flip_first
 from tests.moments import at_call
 from trajectory_store import Column, CorruptionError, TrajectoryStore
@@ -96,6 +98,64 @@ def test_each_commit_is_compared_once(tmp_path):
     assert sorted(compared) == [0, 1, 2, 3]  # where the first row begins is where the last one of commit 0 ends
     store.read(store.ids(), checked=True)
     assert sorted(compared) == [0, 1, 2, 3]
+
+
+def calls_of(read) -> int:
+    """Count the calls of functions of the store."""
+    folder, calls = str(Path(trajectory_store.__file__).parent), []
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            calls.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        read()
+    finally:
+        sys.setprofile(before)
+    return len(calls)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [20, 20, 20], [1, 20, 1]], ids=["small", "large", "mixed"])
+@pytest.mark.parametrize("state", ["plain", "updated", "merged"])
+def test_once_all_was_compared_a_checked_read_has_the_steps_of_an_unchecked_one(tmp_path, monkeypatch, sizes, state):
+    """Small commits are compared as a whole and large ones by array: both end in one verdict, which costs two calls."""
+    path = tmp_path / "s"
+    with TrajectoryStore.create(path, SCHEMA) as store:
+        for k, n in enumerate(sizes):
+            ids = store.append({"tag": [k] * n, "x": [[k] * 2000] * n, "score": [0.0] * n})
+        if state == "updated":
+            store.update(ids, score=[1.0] * len(ids))
+    if state == "merged":
+        with TrajectoryStore.open(path, "a") as store:
+            store.compact()
+    time.sleep(0.06)  # the state of files that are newer is not certain
+    with TrajectoryStore.open(path) as store:
+        every = store.ids()
+        store.read(every)
+        stopped = time.perf_counter()
+        monkeypatch.setattr(time, "perf_counter", lambda: stopped)  # files are not looked at meanwhile
+        for read in (store.read, store.read_padded):
+            read(every[:3])
+            steps = {checked: calls_of(lambda: read(every[:3], checked=checked)) for checked in (True, False)}  # noqa: B023
+            assert steps[True] == steps[False] + 2, steps
+
+
+@LOADED
+def test_after_a_read_of_all_values_their_presence_is_still_to_be_compared(tmp_path, length):
+    """A read of values does not return whether they were given, and damage of that costs it nothing."""
+    ids = make(tmp_path / "s", length)
+    flip(tmp_path / "s" / "seg-00000000" / "present" / "c" / "0", 8 * 5)
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        for _ in range(2):
+            assert store.read(np.concatenate(ids))["tag"].tolist() == list(range(80))
+        with pytest.raises(CorruptionError, match=r"trajector(y|ies) \d+.*seg-00000000"):
+            store.present("score", ids[0])
+    with TrajectoryStore.open(tmp_path / "s") as store:
+        store.read(np.concatenate(ids))
+        assert 5 in store.damaged()
+        assert 5 not in store.intact(skip_damaged=True)
 
 
 @pytest.mark.parametrize("backend", ["memmap", "zarr"])
