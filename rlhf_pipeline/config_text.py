@@ -114,7 +114,7 @@ CODE: Final = re.compile(r".+\.py:\w+")
 
 
 def _no_code(text: str) -> Any:
-    raise DefinitionError(f"{text} refers to code, which only a command may execute; pass the function.")
+    raise DefinitionError(f"{text} refers to code, which only a command may execute; pass the function instead.")
 
 
 def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
@@ -141,7 +141,7 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
             for place in range(len(config))
         ]
         if sum(map(len, within)) < len(pairs):
-            raise DefinitionError(f"there are {len(config)}, numbered from 0, and '{pairs[0][0]}' is none of them.")
+            raise DefinitionError(f"there is no '{pairs[0][0]}': there are {len(config)} items, numbered from 0.")
         return cast(T, tuple(override_all(part, some, code) for part, some in zip(config, within, strict=True)))
     if isinstance(config, dict):  # several groups of fields, each by its name
         configs = cast("dict[str, Any]", config)
@@ -233,7 +233,7 @@ def _parse(text: str, hint: Any, code: Code) -> Any:
             pass
     if hint not in (int, float, bool, dict) and origin is not dict:
         raise DefinitionError(
-            f"{json.dumps(text)} is text, but the field takes a Python object. Set it in your own definition, "
-            "FILE.py, and run that."
+            f"{json.dumps(text)} is text, but the field needs a Python object. Set it in your own definition, "
+            "FILE.py, and run that file."
         )
     raise DefinitionError(f"{json.dumps(text)} is not a valid {getattr(hint, '__name__', hint)}.")

@@ -69,18 +69,18 @@ def _message(error: BaseException) -> str | None:
         return str(error)
     if _lacks_memory(error):
         return (
-            "there is not enough memory. Lower learn.token_budget, collect.num_slots or collect.prompts_per_rollout, "
-            "or raise the limit of this process (`ulimit -v`, the container's). Acknowledged trajectories are kept: "
-            "--resume continues a run. (--debug shows where.)"
+            "not enough memory. Lower learn.token_budget, collect.num_slots or collect.prompts_per_rollout, or raise "
+            "the memory limit of this process (`ulimit -v`) or container. Acknowledged trajectories are kept, and "
+            "--resume continues a run. (--debug shows the traceback.)"
         )
     if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
         return (
-            f"Python reads file names as {sys.getfilesystemencoding()} here, which cannot encode one of the names on "
-            "the command line. Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ..."
+            f"Python encodes file names as {sys.getfilesystemencoding()}, which cannot encode a name on the command "
+            "line. Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ..."
         )
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return None
-    return f"{os.fsdecode(error.filename)}: {error.strerror}. (--debug shows where.)"
+    return f"{os.fsdecode(error.filename)}: {error.strerror}. (--debug shows the traceback.)"
 
 
 def _lacks_memory(error: BaseException) -> bool:

@@ -9,18 +9,18 @@ from rlhf_pipeline.cli.parser import add_process_options
 
 HELP = "collect rollouts into a run, in a separate process"
 DETAILS = """\
-Claims rollouts one at a time, samples each with the newest weights that the learner has published, and
-stores it. Any number of collectors may work on one run; each may be stopped or killed at any time,
-and no prompt is lost or repeated. A collector waits when a rollout would be too old
-(buffer.max_staleness) by the time it is learned from.
+A collector claims rollouts one at a time, samples each with the newest weights that the learner has
+published, and stores it. Any number of collectors can work on the same run. Each can be stopped or killed at
+any time without losing or repeating a prompt. A collector waits if a rollout would exceed
+buffer.max_staleness by the time the learner uses it.
 
 examples:
-  rlhf-pipeline collect long_running --run runs/mine     in one terminal: creates the run
-  rlhf-pipeline learn --run runs/mine                    in another
-  rlhf-pipeline collect --run runs/mine                  in a third: one more collector
+  rlhf-pipeline collect long_running --run runs/mine     in one terminal; creates the run
+  rlhf-pipeline learn --run runs/mine                    in a second terminal
+  rlhf-pipeline collect --run runs/mine                  in a third terminal; adds a collector
 
-`rlhf-pipeline run long_running --collectors 2` starts all of them and restarts processes that die.
-Exit code 3: a failure that may succeed on a retry (the reward function, the disk)."""
+`rlhf-pipeline run long_running --collectors 2` starts all these processes and restarts those that die.
+The exit code is 3 if a retry may succeed, for example after a failure of the reward function or the disk."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--name",
         type=_process_name,
         metavar="NAME",
-        help="name of this process (default: the first free name of collector-0, ...)",
+        help="name of this process (default: the first unused name among collector-0, collector-1, ...)",
     )
 
 

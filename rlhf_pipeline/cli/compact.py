@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
     from trajectory_store import CompactReport
 
-HELP = "merge the segments of a store that no process writes to"
+HELP = "merge the segments of a store to which no process is writing"
 DETAILS = """\
-Merges finished segments into a few, keeps only the newest of updated values, and frees the space of the others. Ids,
-order and values do not change, so a run resumes and replays as before. A zarr store becomes sharded, zstd-compressed
-groups. Until it ends, old and new segments are on disk; it may be stopped at any time. Readers can continue to read.
-The command rejects a store to which a run, an import or a recorder is writing.
+Merges finished segments into a few segments, keeps only the newest version of updated values, and frees the space of
+older versions. Ids, order and values do not change, so a run resumes and replays as before. A zarr store is converted
+to sharded, zstd-compressed groups. Both old and new segments are on disk until the command ends. It can be stopped at
+any time, and readers can continue to read. It rejects a store to which a run, an import or a recorder is writing.
 
 examples:
   rlhf-pipeline compact runs/copy_digits
@@ -34,7 +34,7 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -54,14 +54,15 @@ def execute(args: argparse.Namespace) -> int:
     with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
         if store.being_written():
             raise RunExistsError(
-                f"a process is writing to {path}. It merges small segments by itself, and its open segment would "
-                "not be merged. Stop it first. (In the zarr backend a killed writer counts as running for an hour.)"
+                f"a process is writing to {path}. It merges small segments automatically, and its open segment "
+                "would not be merged. Stop it first. (With the zarr backend, a killed writer is considered active for "
+                "an hour.)"
             )
-        with progress_lines("compacting for {}; stopping it loses nothing"):
+        with progress_lines("compacting for {}; it can be stopped without loss"):
             report = store.compact()
         num = len(store)
     if report.skipped:
-        raise RunExistsError(f"nothing was done at {path}: {report.skipped}. Try again later.")
+        raise RunExistsError(f"{path} was not compacted: {report.skipped}. Try again later.")
     say("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
     say(f"check it:  rlhf-pipeline verify {typed(args.path)}")
     return 0

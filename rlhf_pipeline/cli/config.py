@@ -11,10 +11,10 @@ from typing import Any
 
 from rlhf_pipeline.cli.output import say, say_as_is
 
-HELP = "show all settings: meaning, bounds, default"
+HELP = "show the meaning, bounds and default of every setting"
 DETAILS = """\
-Every field of a definition, with the bounds that are checked, in Python and for --set. With the name of a
-pipeline, or your own file, shows its values; with a field or group of fields, shows the meaning.
+Shows every field of a definition. The bounds are checked both in Python and with --set. With the name of a
+pipeline or your own file, shows its values. With a field or a group of fields, shows the meaning.
 
 examples:
   rlhf-pipeline config                       all settings and their defaults
@@ -33,12 +33,12 @@ _VALUE_WIDTH = 24
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument(
-        "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, or both; or metrics"
+        "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field or both, or `metrics`"
     )
     command.add_argument(
         "--markdown",
         action="store_true",
-        help="print a reference page: docs/settings.md, or the page of `metrics`, `commands` or `errors`",
+        help="print a reference page: docs/settings.md, or the page for `metrics`, `commands` or `errors`",
     )
 
 
@@ -76,7 +76,9 @@ def execute(args: argparse.Namespace) -> int:
     names = list(args.names)
     field = names.pop() if names and (names[-1] in settings_by_path or len(names) > 1) else None
     if len(names) > 1 or (names and names[0] in settings_by_path):
-        raise DefinitionError("give at most one definition and one field, for example: rlhf-pipeline config learn.lr")
+        raise DefinitionError(
+            "specify at most one definition and one field, for example: rlhf-pipeline config learn.lr"
+        )
     pipeline = None
     if names:
         try:
@@ -150,7 +152,7 @@ def _table(paths: list[str], settings_by_path: dict[str, Any], pipeline: Any) ->
         )
         yield (start + textwrap.shorten(meaning, max(columns - len(start), 20), placeholder=" ...")).rstrip()
     if pipeline is not None:
-        yield "* not the default. Change one: rlhf-pipeline run ... --set KEY.PATH=VALUE"
+        yield "* differs from the default. To set a value: rlhf-pipeline run ... --set KEY.PATH=VALUE"
 
 
 def _setting_lines(path: str, item: Any, pipeline: Any) -> Iterator[str]:

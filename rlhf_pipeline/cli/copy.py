@@ -10,11 +10,12 @@ from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
-HELP = "copy a store, or a part of it, to either backend"
+HELP = "copy a store or a part of it to either backend"
 DETAILS = """\
-Copies all columns of trajectories in the order of arrival, with updated values folded in. The copy is a
-separate store with new ids, not a run; trajectory_id is kept. With --backend zarr it is sealed: sharded,
-zstd-compressed Zarr groups that plain Zarr reads, at half the size or less. Filters are those of `export`.
+Copies all columns of the trajectories in the order of arrival, with updates applied. The copy is a separate store
+with new ids, not a run. trajectory_id is kept. With --backend zarr, the copy is sealed: it consists of sharded,
+zstd-compressed Zarr groups that plain Zarr can read, at half the size or less. Filters have the same syntax as for
+`export`.
 
 examples:
   rlhf-pipeline copy runs/copy_digits --to archive --backend zarr
@@ -24,7 +25,7 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     command.add_argument("--to", required=True, metavar="STORE", help="the new folder; must not exist")
     command.add_argument(
         "--backend",
@@ -52,7 +53,7 @@ def execute(args: argparse.Namespace) -> int:
     sizes = f"{disk_usage(path) / 1e6:.1f} MB -> {disk_usage(report.path) / 1e6:.1f} MB"
     took = duration(time.perf_counter() - started)
     say(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")
-    say("the ids of the store are new; trajectory_id and all other columns are unchanged")
+    say("the copy has new ids; trajectory_id and all other columns are unchanged")
     copied_path = typed(report.path)
     say(f"compare:       rlhf-pipeline diff {typed(args.path)} {copied_path}")
     say(f"look at them:  rlhf-pipeline inspect {copied_path}")

@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 _VALUE_WIDTH = 40
 _FIELDS = 30
 
-HELP = "show how two runs, or two stores, differ"
+HELP = "show the differences between two runs or two stores"
 DETAILS = """\
-Compares the trajectories, by trajectory_id if each has one, otherwise in the order of arrival. For two
-runs also compares config.json, and finds the first optimizer step at which batch, loss, reward or gradient
-norm differ. NaN equals NaN; created_at, the time of writing, is not compared.
+Compares the trajectories by trajectory_id if each has one, otherwise in the order of arrival. For two runs,
+also compares config.json, and finds the first optimizer step at which the batch, loss, reward or gradient norm
+differs. NaN equals NaN. created_at, the time of writing, is not compared.
 
 examples:
   rlhf-pipeline diff runs/copy_digits runs/again
   rlhf-pipeline diff runs/copy_digits runs/again --ignore advantage
   rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
 
-Exit code 0 if the trajectories and the optimizer steps are the same, 1 if not, 2 if they cannot be compared.
-Settings without an effect on results, and columns that only one side has, are listed but ignored."""
+The exit code is 0 if the trajectories and the optimizer steps are the same, 1 if they differ, and 2 if they cannot
+be compared. Settings that do not affect results and columns that exist on only one side are listed but ignored."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("left", metavar="LEFT", help="a run or a store")
-    command.add_argument("right", metavar="RIGHT", help="another one")
+    command.add_argument("right", metavar="RIGHT", help="the run or store to compare with LEFT")
     command.add_argument(
         "--ignore", action="append", default=[], metavar="COLUMN", help="do not compare this column; may be repeated"
     )
@@ -100,7 +100,7 @@ def _lines(
         for field in config[:_FIELDS]:
             yield f"  {field['name']:<{width}}  {_value_text(field['left'])} | {_value_text(field['right'])}"
         if len(config) > _FIELDS:
-            yield f"  and {len(config) - _FIELDS} more; --json has all"
+            yield f"  and {len(config) - _FIELDS} more; --json lists all"
     if steps is not None and not steps.same:
         yield "optimizer steps"
         yield from _step_lines(steps)
@@ -132,7 +132,7 @@ def _step_lines(steps: StepsDifference) -> Iterator[str]:
         values = f"{_value_text(item.left)} | {_value_text(item.right)}"
         if item.what == "batch":
             sizes = f"; {values} trajectories" if item.left != item.right else ""
-            values = f"other trajectories{sizes}"
+            values = f"different trajectories{sizes}"
         yield f"  {item.what:<13}  first at step {item.first_step}: {values} (in {item.num_steps} of {item.num_both})"
 
 
@@ -144,12 +144,12 @@ def _row_lines(rows: Answer) -> Iterator[str]:
         if names := rows[f"columns_{side}"]:
             yield f"  columns only on the {side}: {', '.join(names)}"
     if rows["redefined"]:
-        yield f"  columns of another kind: {', '.join(rows['redefined'])}"
+        yield f"  columns with different types: {', '.join(rows['redefined'])}"
     width = max([len(column["name"]) for column in rows["columns"]], default=0)
     for column in rows["columns"]:
         yield (
             f"  {column['name']:<{width}}  {column['num']:,} of {rows['num_both']:,} differ"
-            + ("" if column["largest"] is None else f", by {column['largest']:.2g} at most")
+            + ("" if column["largest"] is None else f", by at most {column['largest']:.2g}")
             + f"; {_ids([a if a == b else f'{a} | {b}' for a, b in column['first']], column['num'])}"
         )
         left, right = (one_line(text, _VALUE_WIDTH) for text in column["example"])

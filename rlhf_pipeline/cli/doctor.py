@@ -18,10 +18,10 @@ from rlhf_pipeline.report.formatting import count, duration
 _NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "google-crc32c")
 _FREE_GB = 2.0
 
-HELP = "check whether this machine and this folder meet the requirements of a run"
+HELP = "check whether this machine and this folder meet the requirements for a run"
 DETAILS = """\
 example:
-  rlhf-pipeline doctor          in the folder for your runs"""
+  rlhf-pipeline doctor          run it in the folder for your runs"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 HELP = "evaluate a checkpoint of a run, or a model folder, on held-out prompts"
 DETAILS = """\
-Samples completions of the prompts of the definition's evaluate=Evaluate(...), or of --prompts, and grades them with its
-reward: mean with a 95 % interval over prompts, pass@k, length. The rows are stored beside the run's evaluations,
-marked, and never learned from; rows that are already stored are read and not sampled again.
+Samples completions for the prompts in the definition's evaluate=Evaluate(...), or in --prompts, and grades them with
+the definition's reward. Reports the mean with a 95 % interval over prompts, pass@k and the length. The rows are stored
+with the run's evaluations, marked as evaluation rows, and never learned from. Rows that are already stored are read,
+not sampled again.
 
 examples:
   rlhf-pipeline evaluate runs/copy_digits                       the newest checkpoint
@@ -38,8 +39,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", metavar="RUN|MODEL", help="a run, or a model folder with --definition")
     which = command.add_mutually_exclusive_group()
     which.add_argument("--step", type=natural, metavar="N", help="the checkpoint of step N (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the best checkpoint by the run's evaluations")
-    command.add_argument("--prompts", metavar="FILE", help="the prompts, read with the definition's settings")
+    which.add_argument("--best", action="store_true", help="the best checkpoint according to the run's evaluations")
+    command.add_argument("--prompts", metavar="FILE", help="a file of prompts, read with the definition's settings")
     command.add_argument("--num-prompts", type=positive, metavar="N", help="use the first N prompts")
     command.add_argument(
         "--group-size", type=positive, metavar="K", help=("completions per prompt; pass@K needs at least K")
@@ -54,12 +55,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--definition",
         "--pipeline",
         metavar="NAME|FILE.py[:function]",
-        help="the definition with reward and sampling (default: the run's)",
+        help="the definition of reward and sampling (default: the run's)",
     )
     command.add_argument(
         "--out", metavar="DIR", help=("the folder for the rows of a model (default: runs/MODEL-evaluation)")
     )
-    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's device, or cpu)")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 or mps (default: the run's device, or cpu)")
     add_overrides(command)
     add_trust(command)
     add_json(command)
@@ -139,7 +140,7 @@ def _of_model(args: argparse.Namespace) -> EvaluationRequest:
 
     if args.definition is None:
         raise DefinitionError(
-            f"{args.path} is a model folder, which has no reward: give a definition with a reward, for example "
+            f"{args.path} is a model folder, which has no reward. Specify a definition that has one, for example "
             f"rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
         )
     if args.step is not None or args.best:
@@ -166,7 +167,8 @@ def _of_run(args: argparse.Namespace, address: Address) -> EvaluationRequest:
 
     if args.out is not None:
         raise DefinitionError(
-            "--out is the folder for the rows of a model; the rows of a run are stored in the run folder."
+            "--out is the folder for the rows of a model, but the rows of a run are stored in the run folder. Omit "
+            "--out."
         )
     run = RunFolder.open(address)
     definition = definition_of(run, args.definition, trust=args.trust)
@@ -207,7 +209,7 @@ def _evaluated(pipeline: Pipeline, args: argparse.Namespace) -> Pipeline:
     if pipeline.evaluate is not None:
         return replace(pipeline, evaluate=replace(pipeline.evaluate, **settings))
     if args.prompts is None:
-        raise DefinitionError("the definition has no evaluate=Evaluate(...), so give the prompts: --prompts FILE")
+        raise DefinitionError("the definition has no evaluate=Evaluate(...), so prompts are required: --prompts FILE")
     return replace(pipeline, evaluate=Evaluate(**settings))
 
 
@@ -221,12 +223,12 @@ def _best_step(run: RunFolder, pipeline: Pipeline) -> int:
 
     sets = pipeline.evaluations
     if not sets:
-        raise DefinitionError("--best selects by the run's evaluations, but its definition has no evaluate=.")
+        raise DefinitionError("--best needs the run's evaluations, but its definition has no evaluate=.")
     name = deciding_set(sets)
     name = next(iter(sets)) if name is None else name
     path = evaluation_store(run, pipeline, sets[name], name)
     if not is_store(path):
-        raise MissingPathError(f"{run.address} has no evaluations yet at {path}. Omit --best, or give a --step.")
+        raise MissingPathError(f"{run.address} has no evaluations yet at {path}. Omit --best, or specify --step.")
     saved_steps = {step_of(checkpoint) for checkpoint in run.saved()}
     with TrajectoryStore.open(path, mode="r") as store:
         candidates = [

@@ -10,11 +10,11 @@ from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
-HELP = "write a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
+HELP = "export a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
-Writes every column, ragged columns as lists of numbers; `import` restores an equal store. A filter is a column (reward,
-version, date and group are short names; num_tokens and num_completion_tokens, the policy's tokens, are also available),
-one of >= <= == != > <, and a value.
+Writes every column. Ragged columns are written as lists of numbers. `import` restores an equal store. A filter consists
+of a column, one of >= <= == != > <, and a value. reward, version, date and group are short names of columns.
+num_tokens and num_completion_tokens (the tokens that the policy produced) are also available.
 
 examples:
   rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
@@ -25,21 +25,22 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     command.add_argument(
         "--to",
         required=True,
         metavar="FILE.parquet|FILE.jsonl|FOLDER",
-        help="must not exist; a folder is a dataset, NAME.atif is ATIF",
+        help="the output, which must not exist; a folder becomes a dataset, and NAME.atif becomes ATIF",
     )
     add_filter(command)
     add_skip_damaged(command)
     command.add_argument(
         "--learnable",
         action="store_true",
-        help="only rows that may be learned from: no evaluations, replaced rows, or rows without a trusted reward",
+        help="write only rows that may be learned from: no evaluation rows, superseded rows or rows without a trusted "
+        "reward",
     )
-    command.add_argument("--columns", nargs="+", metavar="NAME", help="only these columns")
+    command.add_argument("--columns", nargs="+", metavar="NAME", help="write only these columns")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -72,5 +73,5 @@ def execute(args: argparse.Namespace) -> int:
         "atif": "any reader of ATIF 1.8 can read each document",
     }
     say(f"read it:   {readers[report.kind]}")
-    say(f"and back:  rlhf-pipeline import {typed(path)} --into NEW_STORE")
+    say(f"import it: rlhf-pipeline import {typed(path)} --into NEW_STORE")
     return 0

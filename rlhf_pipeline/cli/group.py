@@ -13,12 +13,12 @@ HELP = "show the members of a group side by side, best first"
 DETAILS = """\
 examples:
   rlhf-pipeline group runs/copy_digits 3
-  rlhf-pipeline group runs/copy_digits         the newest groups, one line each"""
+  rlhf-pipeline group runs/copy_digits         the newest groups, one per line"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     command.add_argument(
         "group", nargs="?", type=natural, metavar="G", help=("the id of the group (default: the newest groups)")
     )

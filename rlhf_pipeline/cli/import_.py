@@ -19,14 +19,15 @@ HELP = "import other tools' rollouts into a store"
 DETAILS = """\
 Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), slime
 (--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl,
-nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries), gsm8k-solutions; agent trajectories in
-ATIF, of rllm and art, logs of Inspect, tables of wandb; files written by `export`; and any rows with a prompt, a
-completion and a reward. A dump is recognised by the fields that its tool's current writer writes into every row.
+nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries) and gsm8k-solutions. Also reads agent
+trajectories in ATIF and from rllm and art, Inspect logs, wandb tables, files written by `export`, and any rows with a
+prompt, a completion and a reward. A dump is recognised by the fields that the current version of its tool writes into
+every row.
 
-Token ids and log-probs in the file are kept; text is encoded once, with --tokenizer. Values missing from the file are
-recorded as unknown, reported, or requested. Rows are identified by their content: an import that was stopped continues
-when the command is repeated, and files that were moved, renamed, compressed or copied add nothing. A newer version of a
-row or a file supersedes the older one. A broken line is reported. With --follow the import continues while a trainer
+Token ids and log-probs in a file are kept. Text is encoded once, with --tokenizer. Values that are missing from a file
+are recorded as unknown, reported, or requested. Rows are identified by their content: repeating the command continues a
+stopped import, and files that were moved, renamed, compressed or copied are not imported twice. A newer version of a
+row or file supersedes the older version. Broken lines are reported. With --follow, the import continues while a trainer
 writes.
 
 examples:
@@ -39,7 +40,7 @@ examples:
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument(
-        "files", nargs="+", metavar="FILE", help="files, folders, patterns, .zip archives, saved datasets"
+        "files", nargs="+", metavar="FILE", help="files, folders, glob patterns, .zip archives or saved datasets"
     )
     command.add_argument("--into", required=True, metavar="STORE", help="the store's folder; created if missing")
     command.add_argument(
@@ -49,25 +50,25 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="auto, rows, jsonl, trl, verl, slime, skyrl, nemo-rl, openrlhf, open-instruct, prime-rl, "
         "verifiers, tinker, rllm, art, wandb, gsm8k-solutions, atif, inspect, store (default: auto)",
     )
-    command.add_argument("--tokenizer", metavar="FOLDER", help="encodes text that has no token ids")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer for text without token ids")
     add_fields(command)
     command.add_argument(
         "--group",
         metavar="FIELD|N|none",
         help=(
-            "the field that identifies the group, or the number of consecutive rows per group; none: each row is a "
+            "the field that identifies the group, or the number of consecutive rows per group; none makes each row a "
             "group"
         ),
     )
     command.add_argument(
         "--group-by",
         choices=("prompt",),
-        help="prompt: all rows of one prompt are one group, regardless of their position in a file",
+        help="prompt: all rows with the same prompt are one group, regardless of their position in a file",
     )
     command.add_argument(
         "--one-turn",
         action="store_true",
-        help="text completions are one turn, without text from an environment",
+        help="treat each text completion as one turn, without text from an environment",
     )
     command.add_argument(
         "--skip-bad",
@@ -79,19 +80,19 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--follow",
         action="store_true",
-        help=("continue to import the files that a trainer writes to one FOLDER, until Ctrl-C"),
+        help="continue to import the files that a trainer writes to FOLDER until Ctrl-C",
     )
     command.add_argument(
         "--until-quiet",
         type=above_zero,
         metavar="SECONDS",
-        help="with --follow: end when no file has changed for SECONDS",
+        help="with --follow: stop when no file has changed for SECONDS",
     )
     command.add_argument(
         "--source",
         default="",
         metavar="NAME",
-        help="name of the training that wrote the files; distinguishes equal rows of two trainings in one store",
+        help="name of the training run that wrote the files; distinguishes equal rows of two runs in one store",
     )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
     command.add_argument(
@@ -144,7 +145,7 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
         raise DefinitionError(
             "--follow needs exactly one existing folder: rlhf-pipeline import --follow FOLDER --into STORE"
         )
-    say(f"following {args.files[0]}; Ctrl-C ends it")
+    say(f"following {args.files[0]}; Ctrl-C stops")
     with stop_on_signals() as stop:
         total = follow_folder(
             args.files[0],
@@ -187,7 +188,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     passed_over += [f"  skipped: {bad}" for file in report.files for bad in file.bad]
     if not report.num_imported:
         return [
-            f"nothing new: {count(report.num_skipped, 'trajectory')} are already in {report.store}.",
+            f"nothing new: {count(report.num_skipped, 'trajectory')} already in {report.store}.",
             *passed_over,
             f"look at them: rlhf-pipeline inspect {store}",
         ]
@@ -213,7 +214,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         (report.num_evaluations, "from evaluations, which are marked and not learned from"),
         (report.num_failed, "marked as failed in the file: their rewards are not trusted"),
         (report.num_masked, "excluded from the loss, because the file does not record which tokens were sampled"),
-        (report.num_at_unknown_temperature, "with an unknown temperature: `replay` asks for it"),
+        (report.num_at_unknown_temperature, "with an unknown temperature, which `replay` requires"),
         (report.num_unended, "with an unknown finish reason"),
     ):
         if num:
@@ -223,7 +224,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         and report.num_imported > report.num_without_reward + report.num_evaluations + 1
     ):
         lines.append(
-            "  NOTICE: no group has two different rewards, so GRPO learns nothing from them. Check that --field "
+            "  NOTICE: the rewards are equal within every group, so GRPO learns nothing from them. Check that --field "
             "reward and --group select the right fields."
         )
     lines.append(f"look at them:    rlhf-pipeline inspect {store}")

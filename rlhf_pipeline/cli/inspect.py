@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.user_code.arguments import BoundRewards
 
-HELP = "count the trajectories of a run, and grade them again"
+HELP = "count the trajectories of a run, and optionally grade them again"
 DETAILS = """\
 Counts trajectories, groups and tokens. With --grade, calls the definition's reward function again on
 every stored prompt and completion, and compares the results with the stored rewards and metrics.jsonl.
-Without --grade, no reward function is called, because calls may cost money.
+Without --grade, no reward function is called, because calls may be expensive.
 
 examples:
   rlhf-pipeline inspect runs/copy_digits
@@ -31,12 +31,12 @@ examples:
   rlhf-pipeline inspect runs/copy_digits --grade --json | jq .reward_check
   rlhf-pipeline inspect runs/mine --grade --definition ./my_task.py      if the file has moved
 
-Exit code 1 if a reward differs."""
+The exit code is 1 if a reward differs."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     command.add_argument("--grade", action="store_true", help="call the reward function on every stored trajectory")
     command.add_argument(
         "--definition", metavar="NAME|FILE.py[:function]", help=("use the reward function of this definition")
@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
         check = counts["reward_check"] = None if reward is None else grade(view, reward)
         why_not = (
             "the definition learns from stores and has no reward function; add --definition with a definition that "
-            "has one"
+            "has a reward function"
         )
         if not args.grade:
             why_not = _would_call(args, view.run, counts["trajectories"])
@@ -79,7 +79,7 @@ def execute(args: argparse.Namespace) -> int:
             say(f"  curve         reward {number(counts['reward_first'], 3)} -> {number(counts['reward_last'], 3)}")
         say("\n".join(lines(counts)))
         for row in failed:
-            say(f"  failed        why: rlhf-pipeline show {typed(counts['address'])} --id {row['id']}")
+            say(f"  failed        for the reason: rlhf-pipeline show {typed(counts['address'])} --id {row['id']}")
         say(f"  on disk       {counts['bytes'] / 1e6:.1f} MB")
         say("\n".join(_check_lines(check) if check else [f"  rewards not graded again: {why_not}"]))
     return 0 if check is None or check["agrees"] else 1
@@ -137,7 +137,7 @@ def _names(recorded: Any) -> Iterator[str]:
 
 def _check_lines(check: Answer) -> Iterator[str]:
     if not check["trajectories"] and not check["failed_before"]:
-        yield "  no reward is stored, so there is nothing to grade again"
+        yield "  no reward is stored, so no reward can be compared"
         return
     yield f"  graded again by {check['function']}"
     if check["different"]:
@@ -146,19 +146,19 @@ def _check_lines(check: Answer) -> Iterator[str]:
             why = f" ({plain(item['error'])})" if item["error"] else ""
             yield f"      id {item['id']}: stored {number(item['stored'], 4)}, now {number(item['now'], 4)}{why}"
     elif check["trajectories"]:
-        yield f"    agrees: {count(check['trajectories'], 'trajectory')}, the function returns each stored reward"
+        yield f"    agrees: {count(check['trajectories'], 'trajectory')}; the function returns every stored reward"
     if check["rollouts_different"]:
         wrong = f"{check['rollouts_different']} of {count(check['rollouts'], 'rollout')}"
         yield f"    DISAGREES with metrics.jsonl: {wrong}"
         for item in check["first_rollouts_different"]:
             yield (
                 f"      step {item['step']}, rollout {item['rollout']}: task_reward {number(item['recorded'], 4)}, "
-                f"the stored trajectories give {number(item['now'], 4)}"
+                f"but {number(item['now'], 4)} from the stored trajectories"
             )
     elif check["rollouts"]:
-        yield f"    agrees: {count(check['rollouts'], 'rollout')}, each mean is the task_reward in metrics.jsonl"
+        yield f"    agrees: {count(check['rollouts'], 'rollout')}; every mean equals the task_reward in metrics.jsonl"
     if check["rollouts_partial"]:
         partial = count(check["rollouts_partial"], "rollout")
-        yield f"    {partial} incomplete in the store (groups dropped or evicted), so not compared"
+        yield f"    not compared: {partial} incomplete in the store (groups dropped or evicted)"
     if check["failed_before"]:
-        yield f"    {count(check['failed_before'], 'trajectory')} stored without a reward would have one now"
+        yield f"    {count(check['failed_before'], 'trajectory')} stored without a reward would now have one"

@@ -8,17 +8,17 @@ from rlhf_pipeline.cli.parser import add_process_options, add_steps
 
 HELP = "learn from the rollouts that collectors store, in a separate process"
 DETAILS = """\
-Learns from the rollouts that `rlhf-pipeline collect` stores, in the order of arrival, and publishes the
-weights after each step. After a kill, restart it with the same command: it repeats the steps after
-its last checkpoint with the batches in the ledger.
+The learner learns from the rollouts that `rlhf-pipeline collect` stores, in the order of arrival, and
+publishes the weights after each step. If it is killed, restart it with the same command. It then repeats the
+steps after its last checkpoint with the batches recorded in the ledger.
 
 examples:
   rlhf-pipeline learn long_running --run runs/mine
-  rlhf-pipeline learn --run runs/mine                    with the recorded definition and seed
+  rlhf-pipeline learn --run runs/mine                    uses the recorded definition and seed
   rlhf-pipeline learn --run runs/mine --steps 5000       continue a run that has ended
   torchrun --nproc-per-node 2 -m -- rlhf_pipeline learn --run runs/mine  two processes share each step
 
-Exit code 3: a failure that may succeed on a retry (the disk, a live learner)."""
+The exit code is 3 if a retry may succeed, for example after a disk failure or while another learner is running."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

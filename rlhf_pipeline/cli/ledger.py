@@ -7,7 +7,7 @@ import argparse
 from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_json, positive
 
-HELP = "show the trajectories of the newest steps"
+HELP = "show the number and age of the trajectories of the newest steps"
 DETAILS = """\
 examples:
   rlhf-pipeline ledger runs/copy_digits
@@ -17,7 +17,7 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN")
+    command.add_argument("path", metavar="RUN", help="a run")
     command.add_argument(
         "-n", "--num", type=positive, default=20, metavar="N", help="number of steps (default: %(default)s)"
     )

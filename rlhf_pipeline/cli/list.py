@@ -15,7 +15,7 @@ HELP = "list the available pipelines"
 DETAILS = """\
 examples:
   rlhf-pipeline list
-  rlhf-pipeline list my_task.py          the definitions in your own file"""
+  rlhf-pipeline list my_task.py          lists the definitions in your own file"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -42,8 +42,8 @@ def execute(args: argparse.Namespace) -> int:
             say(_indented(f"needs: {pipeline.needs}"))
     for program in [] if args.files else definitions.builtin_programs():
         about = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or "(no description)"
-        say(f"a program to read: python {program}\n{_indented(about.splitlines()[0])}")
-    say("\nRun one: rlhf-pipeline run NAME. Your own: rlhf-pipeline run FILE.py[:function]")
+        say(f"example program: python {program}\n{_indented(about.splitlines()[0])}")
+    say("\nTo run a pipeline: rlhf-pipeline run NAME, or rlhf-pipeline run FILE.py[:function]")
     return 2 if failed else 0
 
 

@@ -10,7 +10,7 @@ from rlhf_pipeline.cli.output import say, say_json, warn
 from rlhf_pipeline.cli.parser import add_json
 from rlhf_pipeline.errors import PipelineError, typed
 
-HELP = "list the runs of a folder, one line each"
+HELP = "list the runs in a folder, one per line"
 DETAILS = """\
 examples:
   rlhf-pipeline ls                    the runs in runs/

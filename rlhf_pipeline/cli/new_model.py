@@ -14,9 +14,9 @@ from rlhf_pipeline.report.formatting import duration
 
 HELP = "create a small untrained model from a text file, or a model folder from a GGUF file"
 DETAILS = """\
-Trains a tokenizer on the text and writes a small untrained causal language model with it, as a checkpoint folder that
-transformers can load. With --gguf, writes the model of a GGUF file as such a folder, dequantized to float32. Nothing is
-downloaded.
+Trains a tokenizer on the text, and writes it with a small untrained causal language model to a checkpoint folder that
+transformers can load. With --gguf, writes the model in a GGUF file to a checkpoint folder, dequantized to float32.
+Nothing is downloaded.
 
 example:
   rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
@@ -28,13 +28,21 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist")
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="FILE", help="the text that trains the tokenizer of an untrained model")
-    source.add_argument("--gguf", metavar="FILE", help="the GGUF file with the model; sizes and seed do not apply")
+    source.add_argument(
+        "--text", metavar="FILE", help="the text from which to train the tokenizer of an untrained model"
+    )
+    source.add_argument(
+        "--gguf", metavar="FILE", help="the GGUF file that contains the model; sizes and seed do not apply"
+    )
     command.add_argument(
         "--vocab-size", type=positive, default=4096, metavar="N", help="number of tokens (default: %(default)s)"
     )
-    command.add_argument("--hidden-size", type=positive, default=256, metavar="N", help="(default: %(default)s)")
-    command.add_argument("--num-layers", type=positive, default=4, metavar="N", help="(default: %(default)s)")
+    command.add_argument(
+        "--hidden-size", type=positive, default=256, metavar="N", help="width of the model (default: %(default)s)"
+    )
+    command.add_argument(
+        "--num-layers", type=positive, default=4, metavar="N", help="number of layers (default: %(default)s)"
+    )
     command.add_argument(
         "--seed", type=natural, default=0, metavar="N", help="seed of the weights (default: %(default)s)"
     )
@@ -47,7 +55,9 @@ def execute(args: argparse.Namespace) -> int:
     if text is None:
         resolve_source(args.gguf)
     elif not text.is_file():
-        raise MissingPathError(f"there is no text file at {text}. Any text will do, for example your prompts' JSONL.")
+        raise MissingPathError(
+            f"there is no text file at {text}. Use any text, for example the JSONL file of your prompts."
+        )
     from rlhf_pipeline.run.preflight import check_writable
 
     check_writable(folder, "FOLDER")
@@ -68,7 +78,7 @@ def execute(args: argparse.Namespace) -> int:
         )
     say(
         f"{folder}: {model.num_parameters:,} parameters, {model.vocab_size:,} tokens, "
-        f"made in {duration(time.perf_counter() - started)}"
+        f"created in {duration(time.perf_counter() - started)}"
     )
     say(f"try it: rlhf-pipeline run gsm8k --set policy.path={typed(folder)} --set prompts.path=FILE.jsonl")
     return 0

@@ -27,27 +27,27 @@ COMMANDS = (
 """In the order of `--help`; each command has a file of the same name."""
 
 _DESCRIPTION = """\
-The data path of RL post-training: collect rollouts, keep all of them, learn, inspect.
+The data path of RL post-training: collect rollouts, store all of them, learn from them and inspect them.
 
-Start here (CPU, nothing to download, about a minute):
+Start here (about a minute on a CPU, without downloads):
   rlhf-pipeline run copy_digits"""
 
 _EXAMPLES = """\
 examples:
-  rlhf-pipeline list                              all pipelines, and what each needs
-  rlhf-pipeline run copy_digits                   learn to copy digits, into runs/copy_digits
-  rlhf-pipeline run my_task.py:my_pipeline        your own: a function that returns a Pipeline
-  rlhf-pipeline run copy_digits --resume          continue where a run stopped
+  rlhf-pipeline list                              the pipelines and their requirements
+  rlhf-pipeline run copy_digits                   learn to copy digits; stored in runs/copy_digits
+  rlhf-pipeline run my_task.py:my_pipeline        your own function that returns a Pipeline
+  rlhf-pipeline run copy_digits --resume          resume a stopped run
   rlhf-pipeline config learn.lr                   the meaning and bounds of a setting
-  rlhf-pipeline inspect runs/copy_digits          counts, lengths, rewards graded again
+  rlhf-pipeline inspect runs/copy_digits          counts, lengths and rewards
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
-  rlhf-pipeline tail runs/copy_digits -f          watch what a run stores and learns
-  rlhf-pipeline status runs/copy_digits           what runs, waits, grows, looks wrong
-  rlhf-pipeline view runs/copy_digits             curves, groups, every token, in a browser
-  rlhf-pipeline evaluate runs/mine --best         its best checkpoint on held-out prompts
-  rlhf-pipeline replay runs/copy_digits           the same learning curve, from the store alone
+  rlhf-pipeline tail runs/copy_digits -f          follow a run
+  rlhf-pipeline status runs/copy_digits           processes, waits, disk use and alarms
+  rlhf-pipeline view runs/copy_digits             curves, groups and tokens in a browser
+  rlhf-pipeline evaluate runs/mine --best         evaluate the best checkpoint on held-out prompts
+  rlhf-pipeline replay runs/copy_digits           reproduce the learning curve from the store
 
-`rlhf-pipeline COMMAND --help` describes each."""
+`rlhf-pipeline COMMAND --help` describes a command."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -143,7 +143,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.command is None:
         if unknown:
             main.error(
-                f"{unknown[0]} is not an option before a command. Start with a command, for example: rlhf-pipeline list"
+                f"{unknown[0]} is not a valid option before a command. Start with a command, for example: "
+                "rlhf-pipeline list"
             )
         main.print_help()
         main.exit(0)
@@ -154,7 +155,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _refuse(typed: str, command: Parser) -> NoReturn:
     if not typed.startswith("-"):
-        command.error(f"'{typed}' is an unexpected argument. Quote paths that contain spaces.")
+        command.error(f"unexpected argument '{typed}'. Quote paths that contain spaces.")
     name = typed.split("=", 1)[0]
     options = [option for action in options_of(command) for option in action.option_strings if option.startswith("--")]
     command.error(f"there is no option {name}.{did_you_mean(name, options)}")
@@ -176,7 +177,7 @@ def add_filter(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="only matching trajectories; may be repeated",
+        help="use only trajectories that match; may be repeated",
     )
 
 
@@ -198,8 +199,8 @@ def add_fields(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WHAT=NAME",
-        help="the field with the prompt, completion, messages, reward, ..., as a dotted path for nested fields; "
-        "none ignores the field, and reward may be a sum: accuracy+0.5*format; may be repeated",
+        help="the field that contains WHAT (prompt, completion, messages, reward, ...), as a dotted path if it is "
+        "nested; none ignores WHAT, and the reward can be a sum: accuracy+0.5*format; may be repeated",
     )
 
 
@@ -212,7 +213,7 @@ def _field(text: str) -> tuple[str, str]:
 
 def add_json(command: argparse.ArgumentParser) -> None:
     """Add `--json`."""
-    command.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
+    command.add_argument("--json", action="store_true", help="print the output as JSON")
 
 
 def add_overrides(command: argparse.ArgumentParser) -> None:
@@ -224,7 +225,7 @@ def add_overrides(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="change one field of the definition (`rlhf-pipeline config` shows them); may be repeated",
+        help="set a field of the definition (`rlhf-pipeline config` lists the fields); may be repeated",
     )
 
 
@@ -233,7 +234,7 @@ def add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trust",
         action="store_true",
-        help=("allow the definition's code of a run that was started elsewhere to be executed"),
+        help="allow execution of the definition's code if the run was started elsewhere",
     )
 
 
@@ -250,21 +251,22 @@ def add_watching(command: argparse.ArgumentParser) -> None:
         "--progress-timeout",
         type=seconds,
         metavar="S",
-        help="end a process that takes more than S seconds for one rollout or step, with exit code 3; with "
-        "--collectors it is restarted (default: never)",
+        help="exit with code 3 if a rollout or step takes more than S seconds; with --collectors, the process is "
+        "restarted (default: no limit)",
     )
     command.add_argument(
         "--metrics-port",
         type=positive,
         metavar="PORT",
-        help="export state, alarms and metrics as Prometheus text at http://HOST:PORT/metrics (extra: prometheus)",
+        help="export state, alarms and metrics as Prometheus text at http://HOST:PORT/metrics (requires the extra "
+        "prometheus)",
     )
     command.add_argument(
         "--metrics-host",
         default="localhost",
         metavar="HOST",
         help=(
-            "the address on which metrics are served; 0.0.0.0 for all addresses of this machine (default: %(default)s)"
+            "the address on which to serve metrics; 0.0.0.0 for all addresses of this machine (default: %(default)s)"
         ),
     )
 
@@ -279,11 +281,13 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--run", required=True, metavar="DIR", help="the run folder; created if missing")
     command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
-    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's device, or cpu)")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 or mps (default: the run's device, or cpu)")
     add_overrides(command)
     add_trust(command)
     add_watching(command)
-    command.add_argument("--parent", type=positive, metavar="PID", help="stop when this parent process has exited")
+    command.add_argument(
+        "--parent", type=positive, metavar="PID", help="stop when the process with this PID has exited"
+    )
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -322,22 +326,22 @@ def positive(text: str) -> int:
     return number
 
 
-def above_zero(text: str, what: str = "number") -> float:
+def above_zero(text: str, what: str = "number above 0") -> float:
     """Read a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a {what} above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a {what}")
     return number
 
 
 def seconds(text: str) -> float:
     """Read a number of seconds above 0."""
-    return above_zero(text, "number of seconds")
+    return above_zero(text, "number of seconds above 0")
 
 
 def share(text: str) -> float:
     """Read a count that may be a fraction."""
-    return 0.0 if text == "0" else above_zero(text, "number, at least 0")
+    return 0.0 if text == "0" else above_zero(text, "number of at least 0")

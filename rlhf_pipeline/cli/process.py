@@ -71,7 +71,7 @@ def conduct(
             finished = work()
     except KeyboardInterrupt:
         if run.joins == "collect":
-            view.say(f"stopped immediately; another collector takes over the rollout, or run: {run.again}")
+            view.say(f"stopped immediately. Another collector takes over the rollout. To restart this one: {run.again}")
         elif run.resume or is_run(run.run_dir):
             view.say(f"stopped immediately. Continue from the last checkpoint: {run.again}")
         else:

@@ -84,7 +84,7 @@ class RunView:
         self._step_at = self._clock()
         where = f"{count(event.num_parameters, 'parameter')}, {count(event.total_steps, 'step')} at most"
         again = f", continuing after step {event.first_step}" if event.first_step else ""
-        self.say(f"{event.run_dir}: {where}{again}. Ctrl-C stops after a step and saves.")
+        self.say(f"{event.run_dir}: {where}{again}. Ctrl-C finishes the step, saves and stops.")
         if self._live and self._screen is None and isinstance(event.run_dir, Path):
             from rlhf_pipeline.cli.live import Screen
 

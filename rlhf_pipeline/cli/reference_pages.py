@@ -15,18 +15,23 @@ def commands_page() -> Iterator[str]:
     """Yield docs/commands.md: every command with its options and examples, as argparse has them."""
     yield "# Commands"
     yield ""
-    yield "This page describes every command of `rlhf-pipeline`. It is generated from the options of the commands:"
-    yield "`rlhf-pipeline config commands --markdown > docs/commands.md`. Each also has `--help`, and `--debug`, which"
-    yield "shows the traceback of an error. The exit code is 0 for success, 1 for a finding (corruption, a difference,"
-    yield "a problem), 2 for an error that the user can correct, 3 for a failure that may succeed on a retry, and 130,"
-    yield "143 or 129 for a run that was stopped by SIGINT, SIGTERM or SIGHUP and saved."
+    yield "This page describes every command of `rlhf-pipeline`. It is generated from the command-line options:"
+    yield "`rlhf-pipeline config commands --markdown > docs/commands.md`. Every command also accepts `--help`, and"
+    yield "`--debug`, which shows the traceback of an error. The exit codes are:"
+    yield ""
+    yield "- 0: success;"
+    yield "- 1: the command found corruption, a difference or another problem;"
+    yield "- 2: an error that the user can correct;"
+    yield "- 3: a failure after which a retry may succeed;"
+    yield "- 130, 143 or 129: a run was saved and stopped after SIGINT, SIGTERM or SIGHUP."
     for name, command in build_parser()[1].items():
         yield from ("", f"## {name}", "", command.description or "", "", "```text", *_usage(command), "```", "")
-        yield from ("| argument | meaning |", "|---|---|")
-        for action in options_of(command):
-            if not {"--help", "--debug"} & set(action.option_strings):
-                yield f"| {_name(action)} | {_cell(_meaning(action, command))} |"
-        yield from ("", "```text", *(command.epilog or "").strip().splitlines(), "```")
+        actions = [item for item in options_of(command) if not {"--help", "--debug"} & set(item.option_strings)]
+        if actions:
+            yield from ("| argument | meaning |", "|---|---|")
+            yield from (f"| {_name(action)} | {_cell(_meaning(action, command))} |" for action in actions)
+            yield ""
+        yield from ("```text", *(command.epilog or "").strip().splitlines(), "```")
 
 
 def _usage(command: argparse.ArgumentParser) -> list[str]:

@@ -29,28 +29,30 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.run import Run
 
-HELP = "learn from stores only; or repeat a run's steps and compare"
+HELP = "learn from stores only, or repeat the steps of a run and compare the results"
 DETAILS = """\
-Learns from the trajectories of stores and runs, without sampling. They are copied into a new run folder,
-which has all files of a run; missing log-probs and advantages are computed first.
+Learns from the trajectories of stores and runs, without sampling. The trajectories are copied into a new run
+folder, which has all files of a run. Missing log-probs and advantages are computed first.
 
-A single RUN is replayed with its definition, seed and order, and compared with the result: on a CPU loss, reward,
-gradient norm and weights are bitwise equal. For a STORE the definition is `offline_replay`, or that of --definition.
-Filters are those of `export`.
+A single RUN is replayed with its definition, seed and order, and the results are compared with the run. On a CPU, loss,
+reward, gradient norm and weights are bitwise equal. For a STORE, the default definition is `offline_replay`.
+Filters have the same syntax as for `export`.
 
 examples:
-  rlhf-pipeline replay runs/copy_digits                     the same learning curve, from the store alone
+  rlhf-pipeline replay runs/copy_digits                     reproduce the learning curve from the store
   rlhf-pipeline replay runs/solutions --set policy.path=model --epochs 2
   rlhf-pipeline replay runs/a runs/b --weight 3 --weight 1 --filter 'reward>=0.5' --steps 200
   rlhf-pipeline replay runs/copy_digits --from-step 95      repeat steps 95 and later from a checkpoint
-                                                            and the ledger; changes nothing
+                                                            and the ledger; the run is not modified
 
-Exit code 1 if a result that should be the same differs."""
+The exit code is 1 if a result differs that should be the same."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("paths", nargs="*", metavar="STORE|RUN", help="the stores to learn from; never changed")
+    command.add_argument(
+        "paths", nargs="*", metavar="STORE|RUN", help="the stores or runs to learn from; they are not modified"
+    )
     command.add_argument(
         "--definition",
         metavar="NAME|FILE.py[:function]",
@@ -59,7 +61,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
     add_steps(command)
     command.add_argument(
-        "--epochs", type=above_zero, metavar="E", help=("stop when each trajectory was used E times on average")
+        "--epochs", type=above_zero, metavar="E", help="stop when each trajectory has been used E times on average"
     )
     command.add_argument(
         "--weight",
@@ -68,22 +70,23 @@ def add_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="W",
-        help="share of each batch that comes from a store; one for each STORE, in order",
+        help="share of each batch that comes from a store; specify one W per STORE, in order",
     )
     add_filter(command)
     add_skip_damaged(command)
     command.add_argument(
-        "--seed", type=natural, metavar="N", help=("seed of weights and batches (default: the run's seed)")
+        "--seed", type=natural, metavar="N", help="seed for weights and batches (default: the run's seed)"
     )
-    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: the run's device, or cpu)")
-    command.add_argument("--resume", action="store_true", help="continue a stopped replay")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 or mps (default: the run's device, or cpu)")
+    command.add_argument("--resume", action="store_true", help="resume a stopped replay")
     add_overrides(command)
     add_trust(command)
     command.add_argument(
         "--from-step",
         type=positive,
         metavar="K",
-        help="repeat step K and later steps of one RUN from its checkpoint and compare; changes nothing",
+        help="repeat step K and later steps of one RUN from a checkpoint, and compare the results; the run is not "
+        "modified",
     )
 
 
@@ -109,7 +112,7 @@ def execute(args: argparse.Namespace) -> int:
 def _check_rerun(args: argparse.Namespace) -> None:
     """Reject options that conflict with `--from-step`, which takes everything from the run."""
     if len(args.paths) != 1:
-        raise DefinitionError("--from-step repeats the steps of one run; give exactly one run.")
+        raise DefinitionError("--from-step repeats the steps of one run; specify exactly one run.")
     values = {"--definition": args.definition, "--out": args.out, "--epochs": args.epochs, "--weight": args.weights}
     values |= {"--filter": args.filters, "--set": args.overrides, "--seed": args.seed, "--resume": args.resume}
     typed = [name for name, value in values.items() if value not in (None, False, [])]
@@ -149,11 +152,11 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
         say(f"{repeated.step:>6}  {repeated.num_trajectories:>12,}  {losses}  {_verdict(repeated)}")
     total = count(plan.last - plan.first + 1, "step")
     if bad:
-        say(f"{bad} of {total} different from the record. {_advice(run)}")
+        say(f"different from the record: {bad} of {total}. {_advice(run)}")
     elif inexact:
-        say(f"{total} equal to the record, {inexact} of them up to rounding.")
+        say(f"equal to the record: {total}, {inexact} of them only up to rounding.")
     else:
-        say(f"{total} equal to the record, bit for bit.")
+        say(f"bitwise equal to the record: {total}.")
     return 1 if bad else 0
 
 
@@ -182,8 +185,8 @@ def _advice(run: RunFolder) -> str:
     if moved:
         return f"Versions differ, which may change the last bits: {'; '.join(moved)}."
     return (
-        "The versions are the recorded ones. Another processor or another number of threads (OMP_NUM_THREADS) "
-        "changes the last bits; larger differences mean that the store, the ledger or a checkpoint has changed: "
+        "The versions match the record. A different processor or number of threads (OMP_NUM_THREADS) changes the "
+        "last bits. Larger differences mean that the store, the ledger or a checkpoint has changed; "
         "`rlhf-pipeline verify` checks them."
     )
 
@@ -229,7 +232,7 @@ def _sentence(
     if not difference.differences:
         steps = count(difference.num_both, "step")
         figures = f"{', '.join(compared[:-1])} and {compared[-1]}"
-        sentence = f"the same as {source}: {figures} of {steps} are equal, bit for bit"
+        sentence = f"the same as {source}: {figures} of {steps} are bitwise equal"
     else:
         first = difference.differences[0]
         sentence = (
@@ -237,7 +240,7 @@ def _sentence(
             f"{first.num_steps} of {count(difference.num_both, 'step')}, by up to {first.largest:.1e} of its size"
         )
     if weights is not None:
-        sentence += f"; the weights after step {weights[0]} are {'equal, byte for byte' if weights[1] else 'DIFFERENT'}"
+        sentence += f"; the weights after step {weights[0]} are {'byte-identical' if weights[1] else 'DIFFERENT'}"
     if difference.only_left is not None:
         sentence += f"; {count(difference.only_left[2], 'step')} of the run were not replayed"
     return f"{sentence}."
@@ -257,13 +260,13 @@ def _what_was_changed(run: RunFolder, request: Run) -> str | None:
         for name in {**before, **now}
         if not name.startswith("replay.") and name != "learn.steps" and before.get(name) != now.get(name)
     ]
-    return f"a difference is expected: {', '.join(changed)} has changed." if changed else None
+    return f"a difference is expected, because of these changes: {', '.join(changed)}." if changed else None
 
 
 def _why_not_exact(run: RunFolder) -> str | None:
     """Return why a run cannot be expected to repeat bit for bit, or None if it can."""
     if any(row.get("processes", 1) != 1 for row in run.metrics):
-        return "several processes took its steps, and sum gradients in another order."
+        return "several processes shared its steps, so gradients were summed in a different order."
     if not run.config.device.startswith("cpu"):
         return f"it ran on {run.config.device}, where results are not reproducible bit for bit."
     return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_pipeline.cli.output import say
 from rlhf_pipeline.errors import MissingPathError, typed
 
-HELP = "rewrite report.html of a run: the pages of `view` in one file"
+HELP = "rewrite a run's report.html, which contains the pages of `view` in one file"
 DETAILS = """\
 examples:
   rlhf-pipeline report runs/copy_digits
@@ -17,7 +17,7 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN")
+    command.add_argument("path", metavar="RUN", help="a run")
     command.add_argument("--out", metavar="FILE.html", help="the output file (default: RUN/report.html)")
 
 
@@ -29,11 +29,13 @@ def execute(args: argparse.Namespace) -> int:
     run, store_path = open_run_or_store(args.path)
     if run is None:
         raise MissingPathError(
-            f"{store_path} is a store without a run; a report needs a run. `rlhf-pipeline inspect "
-            f"{typed(store_path)}` works."
+            f"{store_path} is a store without a run, but a report needs a run. To inspect the store: rlhf-pipeline "
+            f"inspect {typed(store_path)}"
         )
     target = Path(args.out).expanduser() if args.out else None
     if target is not None and not target.parent.is_dir():
-        raise MissingPathError(f"there is no folder {target.parent} for {target.name}. Create it first, or omit --out.")
+        raise MissingPathError(
+            f"the folder {target.parent} for {target.name} does not exist. Create it, or omit --out."
+        )
     say(str(write_report(run, target)))
     return 0

@@ -127,7 +127,7 @@ def _new(args: argparse.Namespace) -> Run:
 def _branched(args: argparse.Namespace) -> Run:
     """Return a run from the checkpoint of another one, and make its folder."""
     if args.resume:
-        raise DefinitionError("--from begins a run and --resume continues one: omit one of them.")
+        raise DefinitionError("--from starts a new run and --resume continues a run. Omit one of them.")
     source, checkpoint = checkpoint_named(args.begin_from)
     moved = "give its new path before --from: rlhf-pipeline run FILE.py:function --from RUN"
     run = _new_run(
@@ -218,7 +218,7 @@ def _typed_for_replay(args: argparse.Namespace) -> Overrides:
     stores = [str(place.absolute() if isinstance(place, Path) else place) for place in places]
     for text in (*stores, *args.filters):
         if "," in text:
-            raise DefinitionError(f"'{text}' has a comma, which separates names in a definition's text. Rename it.")
+            raise DefinitionError(f"'{text}' contains a comma, which separates the items of a list. Rename it.")
     epochs = [] if args.epochs is None else [args.epochs]
     skip = ["true"] if args.skip_damaged else []
     lists = {"stores": stores, "filters": args.filters, "weights": args.weights, "epochs": epochs, "skip_damaged": skip}

@@ -30,8 +30,8 @@ examples:
   rlhf-pipeline run long_running --collectors 2
   rlhf-pipeline run long_running --collectors 8 --learners 2 --ray auto --out s3://bucket/run
 
-Ctrl-C finishes the step, saves, and prints how to continue. After a crash, --resume continues from the
-last checkpoint; trajectories stored since then are used again, not resampled."""
+Ctrl-C finishes the current step, saves a checkpoint, and prints the command that resumes the run. After a
+crash, --resume continues from the last checkpoint. Trajectories stored since then are reused, not resampled."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -44,16 +44,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME)")
     command.add_argument(
-        "--seed", type=natural, metavar="N", help="seed of weights, prompts and completions (default: 0)"
+        "--seed", type=natural, metavar="N", help="seed for weights, prompts and completions (default: 0)"
     )
     add_steps(command)
-    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, mps (default: cpu)")
-    command.add_argument("--resume", action="store_true", help="continue a stopped run")
+    command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 or mps (default: cpu)")
+    command.add_argument("--resume", action="store_true", help="resume a stopped run")
     command.add_argument(
         "--from",
         dest="begin_from",
         metavar="RUN[@STEP]",
-        help="start a new run with the weights and the optimizer of a checkpoint (default: the newest)",
+        help="start a new run with the weights and optimizer state of a checkpoint (default: the newest)",
     )
     add_overrides(command)
     add_trust(command)
@@ -63,13 +63,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--collectors",
         type=positive,
         metavar="N",
-        help=("supervise N collectors and a learner, and restart processes that die"),
+        help="start N collectors and a learner, and restart processes that die",
     )
     processes.add_argument(
         "--learners",
         type=positive,
         metavar="M",
-        help=("number of processes that share each step of the learner (default: 1)"),
+        help="number of processes that share each learner step (default: 1)",
     )
     processes.add_argument(
         "--ray",
@@ -77,8 +77,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         const="local",
         metavar="ADDRESS",
         help=(
-            "place the processes with Ray: an address, auto for this machine's cluster, or no value for a new local "
-            "cluster"
+            "run the processes on a Ray cluster: its address, auto for the cluster of this machine, or no value for "
+            "a new local cluster"
         ),
     )
     processes.add_argument(
@@ -92,7 +92,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=positive,
         default=5,
         metavar="N",
-        help="stop when a process fails N consecutive times without a step in between (default: %(default)s)",
+        help="stop when a process fails N times in a row without a step in between (default: %(default)s)",
     )
     processes.add_argument(
         "--hang-timeout",
@@ -115,11 +115,11 @@ def execute(args: argparse.Namespace) -> int:
     processes = run.supervised
     if processes is None:
         if args.ray is not None:
-            raise DefinitionError(f"--ray places the processes of a run: give their number. {run.again} --collectors 2")
+            raise DefinitionError(f"--ray needs --collectors, the number of collectors: {run.again} --collectors 2")
         if args.learners is not None:
             raise DefinitionError(
-                f"--learners needs collectors in separate processes: {run.again} --collectors 1. Or start the run "
-                "in one process and share its steps with torchrun, see docs/learner.md."
+                f"--learners needs --collectors: {run.again} --collectors 1. Without collectors in separate "
+                "processes, use torchrun to share the steps of a run; see docs/learner.md."
             )
         return conduct(run, "starting", args=args)
     learners = "a learner" if processes.learners == 1 else f"{processes.learners} learners"

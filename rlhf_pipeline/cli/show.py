@@ -25,18 +25,19 @@ examples:
   rlhf-pipeline show runs/copy_digits --last 20
   rlhf-pipeline show runs/copy_digits --step 12    the batch of optimizer step 12
 
-One trajectory is shown token by token, several as one line each; --full shows every token of each."""
+A single trajectory is shown token by token; several trajectories are shown as one line each. --full shows every
+token of each trajectory."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     which = command.add_mutually_exclusive_group()
     which.add_argument("--id", type=row_id, metavar="N", help="the trajectory with this id, as a number or SEGMENT:ROW")
     which.add_argument("--group", type=natural, metavar="G", help="all trajectories of this group")
     which.add_argument("--last", type=positive, metavar="N", help="the newest N trajectories")
     which.add_argument("--step", type=positive, metavar="S", help="the trajectories that optimizer step S learned from")
-    command.add_argument("--tokenizer", metavar="FOLDER", help="decodes the tokens of a store without a run")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer for a store without a run")
     command.add_argument("--full", action="store_true", help="show every token of every trajectory")
     add_json(command)
 
@@ -76,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
     for evaluation in step.get("evaluations", ()):
         name = f", {evaluation['name']}" if evaluation["name"] else ""
         say(f"evaluation of the weights after step {args.step}{name}: {evaluation_words(evaluation['figures'])}")
-    say(f"one of them, token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1]['id']}")
+    say(f"to show one token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1]['id']}")
     return 0
 
 
@@ -86,5 +87,5 @@ def _nothing(view: View, step: Answer) -> str:
         return f"none of the {step['num']} trajectories of step {step['step']} is still in the store (evicted)."
     if step:
         why = ", ".join(f"{num:,} {name.replace('_', ' ')}" for name, num in step["left_out"].items())
-        return f"step {step['step']} took no trajectory" + (f"; excluded: {why}." if why else ": all were too old.")
+        return f"step {step['step']} used no trajectory" + (f"; excluded: {why}." if why else ": all were too old.")
     return f"{view.stored.path} has no trajectories."

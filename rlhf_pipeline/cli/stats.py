@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 _BAR = 30
 
-HELP = "count trajectories, their rewards and lengths"
+HELP = "summarise the number, rewards and lengths of trajectories"
 DETAILS = """\
 examples:
   rlhf-pipeline stats runs/copy_digits
   rlhf-pipeline stats runs/copy_digits --filter 'version>=100' --filter 'finish_reason==length'
 
-Filters are those of `export`. `inspect` also grades every trajectory again."""
+Filters have the same syntax as for `export`. `inspect --grade` also grades every trajectory again."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     add_filter(command)
     add_json(command)
 
@@ -52,7 +52,7 @@ def lines(counts: Answer) -> Iterator[str]:
     of = f" of {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "") if sizes else ""
     yield _row("trajectories", f"{counts['trajectories']:,} in {count(counts['groups'], 'group')}{of}")
     prompts = counts["prompt_tokens"]
-    where = "; the ends of prompts are not stored (num_prompt_tokens)"
+    where = "; prompt lengths are not stored (num_prompt_tokens)"
     token_words = (where, "") if prompts is None else (" of completions", f"{prompts:,} of prompts, ")
     yield _row("tokens", f"{token_words[1]}{counts['completion_tokens']:,}{token_words[0]}")
     if counts["unknown_masks"]:
@@ -60,7 +60,7 @@ def lines(counts: Answer) -> Iterator[str]:
         yield _row("mask", f"unknown for {num}: all their tokens after the prompt are counted")
     if counts["versions"]:
         first, last, num = *counts["versions"], counts["num_versions"]
-        yield _row("policy", f"versions {first} to {last}, {num} of them" if num > 1 else f"version {first}")
+        yield _row("policy", f"versions {first} to {last} ({num} versions)" if num > 1 else f"version {first}")
     if counts["finish"]:
         yield _row("finished by", ", ".join(f"{plain(name) or '-'} {num:,}" for name, num in counts["finish"].items()))
     if counts["no_reward"]:

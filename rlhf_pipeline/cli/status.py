@@ -11,7 +11,7 @@ from rlhf_pipeline.cli.output import say, say_json
 from rlhf_pipeline.cli.parser import add_json
 from rlhf_pipeline.errors import DefinitionError
 
-HELP = "report the state of a run: processes, waits, disk, alarms"
+HELP = "report the state of a run: processes, waits, disk use and alarms"
 DETAILS = """\
 examples:
   rlhf-pipeline status runs/copy_digits
@@ -20,27 +20,28 @@ examples:
   rlhf-pipeline status runs/mine --check --process learner
   rlhf-pipeline status s3://bucket/run --check --process learner --local       for a liveness probe
 
-Alarms have a severity. `page`: the run has stopped before its end or is incomplete, a process is frozen, failing or
-gone, no step for a long time, no disk space. `note`: failed trajectories, no gradients although the task is not solved,
-disk space for less than a day. The exit code is 1 if there is an alarm of severity `page`."""
+Each alarm has a severity. `page`: the run stopped before its end or is incomplete, a process is frozen, failing or
+gone, no step has finished for a long time, or the disk is full. `note`: trajectories failed, there are no gradients
+although the task is not solved, or the disk will be full in less than a day. The exit code is 1 if an alarm has the
+severity `page`."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN")
+    command.add_argument("path", metavar="RUN", help="a run")
     command.add_argument(
-        "--check", action="store_true", help="print only the alarms, or `healthy` if none has the severity `page`"
+        "--check", action="store_true", help="print only the alarms, or `healthy` if no alarm has the severity `page`"
     )
     command.add_argument(
         "--process",
         metavar="NAME",
-        help="check only one process, `learner` or `collector-3`, for a probe",
+        help="check only one process, for example `learner` or `collector-3`",
     )
     command.add_argument(
         "--local",
         action="store_true",
-        help="with --process: read only the heartbeat that the process writes on this machine, without any request to "
-        "an object store, so that an outage of the store does not look like a frozen process",
+        help="with --process: read only the heartbeat that the process writes on this machine, without requests to an "
+        "object store, so that an outage of the store is not reported as a frozen process",
     )
     add_json(command)
 

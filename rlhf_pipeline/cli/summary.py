@@ -30,7 +30,7 @@ def finish(finished: RunFinished | CollectorFinished, request: Run, view: RunVie
     else:
         view.say(result_sentence(finished, resumed=request.resume))
     if finished.reason == "interrupted" and not run.metrics:  # there may be no store yet
-        view.say(f"next:\n  {request.again}\n      continue where it stopped")
+        view.say(f"next:\n  {request.again}\n      resume the run")
         return
     if request.pipeline.replay is None:
         for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
@@ -56,7 +56,7 @@ def _collected(event: CollectorFinished, request: Run) -> Iterator[str]:
         yield f"  rlhf-pipeline learn --run {folder} --steps N    continue learning; then start collectors"
     else:
         yield f"  {request.again}    continue collecting"
-    yield f"  rlhf-pipeline inspect {folder}    count what is stored and grade it again"
+    yield f"  rlhf-pipeline inspect {folder}    count the stored trajectories"
 
 
 def _trained(run: RunFolder) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _trained(run: RunFolder) -> Iterator[str]:
         return
     what = "adapters" if run.config.pipeline.get("policy", {}).get("lora_rank") else "model"
     where = below(run.address, f"{run.checkpoints.name}/{saved[-1].name}")
-    yield f"the trained {what}: {where}  (docs/use_the_model.md loads it)"
+    yield f"the trained {what}: {where}  (see docs/use_the_model.md)"
 
 
 def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
@@ -86,7 +86,7 @@ def result_sentence(finished: RunFinished, *, resumed: bool = False) -> str:
 def replay_sentence(finished: RunFinished, run: RunFolder, *, resumed: bool = False) -> str:
     """Return the result of a replay: `50 steps (21 s) on 3,824 trajectories of 1 store; 0.84 uses of each`."""
     if finished.reason == "interrupted" and not run.metrics:
-        return f"stopped while gathering: {count(finished.num_trajectories, 'trajectory')} are in its store"
+        return f"stopped while gathering: {count(finished.num_trajectories, 'trajectory')} are in the store"
     since = " since it was resumed" if resumed else ""
     why = "stopped and saved: " if finished.reason == "interrupted" else ""
     steps = f"{count(finished.steps, 'step')} ({duration(finished.seconds)}{since})"
@@ -100,14 +100,14 @@ def next_commands(finished: RunFinished, request: Run) -> list[tuple[str, str]]:
     """Return useful next commands, each with its meaning."""
     folder = typed(finished.run_dir)
     more = {
-        "interrupted": (f"{request.again}", "continue where it stopped"),
+        "interrupted": (f"{request.again}", "resume the run"),
         "steps": (f"{request.again} --steps {2 * finished.steps}", "continue for the same number of steps"),
         "target": (f"{request.again} --set learn.stop_at_reward=none", "continue beyond the target"),
     }
-    looks = [(f"rlhf-pipeline view {folder}", "look at it in a browser")] if finished.num_trajectories else []
-    looks += [(f"rlhf-pipeline inspect {folder}", "count what is stored; with --grade, grade it again")]
+    looks = [(f"rlhf-pipeline view {folder}", "view it in a browser")] if finished.num_trajectories else []
+    looks += [(f"rlhf-pipeline inspect {folder}", "count the trajectories; --grade grades them again")]
     if finished.num_trajectories:
-        looks.append((f"rlhf-pipeline show {folder}", "the newest trajectory, token by token"))
+        looks.append((f"rlhf-pipeline show {folder}", "show the newest trajectory token by token"))
     again = more[finished.reason]
     replay, early = request.pipeline.replay, finished.steps < request.pipeline.learn.steps
     if finished.reason == "steps" and replay is not None and (replay.recorded_order or early):

@@ -25,33 +25,33 @@ _POLL_URL_S = 2.0
 
 HELP = "show the newest trajectories, and new ones as they arrive"
 DETAILS = """\
-One line per trajectory: id, policy version, group, reward, completion tokens, finish reason, and the
-start of the completion. With --follow, of a run: in a terminal its curve, figures, processes and newest
-groups, drawn in place; elsewhere, or with --plain, one line per step. Of a run's store, or with --filter:
-each new trajectory.
+Prints one line per trajectory: id, policy version, group, reward, completion tokens, finish reason, and the
+start of the completion. For a run, --follow shows the curve, figures, processes and newest groups, updated in
+place; if the output is not a terminal, or with --plain, it prints one line per step. For a run's store, or
+with --filter, --follow prints each new trajectory.
 
 examples:
   rlhf-pipeline tail runs/copy_digits
-  rlhf-pipeline tail runs/copy_digits -f           watch a running run
+  rlhf-pipeline tail runs/copy_digits -f           follow an active run
   rlhf-pipeline tail runs/copy_digits -f | grep -v nan
-  rlhf-pipeline tail runs/copy_digits/store -f     each trajectory
+  rlhf-pipeline tail runs/copy_digits/store -f     print each new trajectory
   rlhf-pipeline tail runs/copy_digits -f -n 0 --filter 'reward>=1'
   rlhf-pipeline tail runs/mine/store -n 50 --filter 'finish_reason==failed'
 
-Filters are those of `export`. Following only reads and blocks no other process; the store may be
-appended to, evicted from and compacted meanwhile."""
+Filters have the same syntax as for `export`. --follow only reads and does not block other
+processes. While it runs, rows can be appended and evicted, and the store can be compacted."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     command.add_argument(
         "-n", "--num", type=natural, default=10, metavar="N", help="number of trajectories (default: %(default)s)"
     )
     command.add_argument(
-        "-f", "--follow", action="store_true", help=("continue with new trajectories and steps, until Ctrl-C")
+        "-f", "--follow", action="store_true", help="continue to print new trajectories and steps until Ctrl-C"
     )
-    command.add_argument("--plain", action="store_true", help="print lines, also in a terminal")
+    command.add_argument("--plain", action="store_true", help="print lines even if the output is a terminal")
     add_filter(command)
     add_json(command)
 
@@ -66,7 +66,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.rows import NewRows
 
     if args.json and args.follow:
-        raise DefinitionError("--json prints the current rows. Omit --follow, or read metrics.jsonl.")
+        raise DefinitionError("--json prints only the current rows. Omit --follow, or read metrics.jsonl.")
     address = address_of(args.path)
     steps_alone = args.follow and not args.filters and is_run(address)
     wait = _waiter(_POLL_S if isinstance(address, Path) else _POLL_URL_S)
@@ -131,6 +131,6 @@ def _wait_for_store(folder: Path | str) -> None:
     reported = False
     while is_run(folder) and not is_store(RunFolder.open(folder).store_path):
         if not reported:
-            warn(f"{folder} has stored nothing yet; waiting for it")
+            warn(f"{folder} has not stored any trajectories yet; waiting for the first one")
             reported = True
         time.sleep(_POLL_S)

@@ -98,7 +98,7 @@ def import_torch(device: str) -> None:
         num_devices = torch.cuda.device_count()
         if int(index or 0) >= num_devices:
             device_text = (
-                f"torch sees {count(num_devices, 'CUDA device')}" if num_devices else "torch detects no CUDA device"
+                f"torch detects {count(num_devices, 'CUDA device')}" if num_devices else "torch detects no CUDA device"
             )
             raise DefinitionError(f"--device {device}: {device_text}. Use --device cpu, or see `rlhf-pipeline doctor`.")
         if index:

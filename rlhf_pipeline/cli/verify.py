@@ -9,9 +9,9 @@ from rlhf_pipeline.report.formatting import count
 
 HELP = "check a run or a store for corruption"
 DETAILS = """\
-Compares every checksum: of the store, and of a run's ledger, metrics, checkpoints, rollouts and published
-weights. For a run, also checks that these parts agree, that each trajectory in the ledger is in the store,
-and that no step is missing. The run may be active. Exit code 1 if a part is corrupted or missing.
+Compares all checksums of a store, or of a run's store, ledger, metrics, checkpoints, rollouts and published
+weights. For a run, also checks that these parts agree, that each trajectory in the ledger is in the store, and
+that no step is missing. The run may be active. The exit code is 1 if a part is corrupted or missing.
 
 examples:
   rlhf-pipeline verify runs/copy_digits
@@ -22,14 +22,14 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|STORE")
+    command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     command.add_argument(
         "--accept-loss",
         nargs="*",
         type=int,
         metavar="ID",
-        help="record that the corrupted trajectories of the store, or the given ones, are lost: they are no longer "
-        "reported as a problem, and are read again if their files are restored",
+        help="record all corrupted trajectories, or those with these ids, as lost; they are no longer reported as a "
+        "problem, and are read again if their files are restored",
     )
 
 
@@ -48,7 +48,7 @@ def execute(args: argparse.Namespace) -> int:
         where = RunFolder.open(folder).store_path if is_run(folder) else folder
         with TrajectoryStore.open(where, "a") as store:
             accepted = store.accept_losses(args.accept_loss or None)
-        say(f"{where}: the loss of {count(accepted, 'damaged commit')} is accepted.")
+        say(f"{where}: accepted the loss of {count(accepted, 'damaged commit')}.")
     if is_run(folder):
         findings = list(check_run(RunFolder.open(folder)))
     elif is_store(folder):

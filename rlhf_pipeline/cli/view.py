@@ -23,24 +23,27 @@ if TYPE_CHECKING:
 
 _WAIT_S: Final = 2.0
 
-HELP = "view runs, stores or rollout files in a browser, live"
+HELP = "view runs, stores or rollout files in a browser, with live updates"
 DETAILS = """\
 examples:
   rlhf-pipeline view runs/copy_digits
-  rlhf-pipeline view runs/a runs/b                 compare runs: curves, differing settings
+  rlhf-pipeline view runs/a runs/b                 compare the curves and settings of two runs
   rlhf-pipeline view runs/mine/store
-  rlhf-pipeline view rollouts.jsonl                every format of `import`; keeps no store
-  rlhf-pipeline view outputs/                      a folder into which a trainer writes: followed while it runs
-  rlhf-pipeline view outputs/ --store kept/        the same, and keeps the rows in a store
+  rlhf-pipeline view rollouts.jsonl                all formats that `import` reads; no store is kept
+  rlhf-pipeline view outputs/                      a folder that a trainer writes to, followed live
+  rlhf-pipeline view outputs/ --store kept/        as above, and keeps the rows in a store
   rlhf-pipeline view 'outputs/*.parquet' dump.zip  patterns, archives, folders of files
   rlhf-pipeline view chats.jsonl --field prompt=question --field completion=answer
 
-The pages are served on this machine only. From elsewhere: ssh -L PORT:127.0.0.1:PORT this-machine"""
+The server accepts connections from this machine only. To connect from another machine:
+  ssh -L PORT:127.0.0.1:PORT this-machine"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("paths", nargs="+", metavar="RUN|STORE|FILE|FOLDER")
+    command.add_argument(
+        "paths", nargs="+", metavar="RUN|STORE|FILE|FOLDER", help="runs, stores, rollout files, or folders of files"
+    )
     add_fields(command)
     command.add_argument(
         "--tokenizer",
@@ -60,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.report.view.server import HOST, listen, serve
 
     if args.store is not None and (len(args.paths) > 1 or not _are_rollouts(args.paths[0])):
-        raise DefinitionError("--store keeps the rows of one folder or file of rollouts. Give exactly one.")
+        raise DefinitionError("--store keeps the rows of one folder or file of rollouts. Specify exactly one.")
     with ExitStack() as stack:
         views = [_opened(path, args, stack) for path in args.paths]
         for view, name in zip(views, distinct_names(args.paths), strict=True):
@@ -70,7 +73,7 @@ def execute(args: argparse.Namespace) -> int:
         except OSError as error:
             raise DefinitionError(f"port {args.port} is not available ({error.strerror}). Omit --port.") from error
         key = secrets.token_urlsafe(24)
-        say(f"open http://{HOST}:{bound.getsockname()[1]}/?key={key}\nCtrl-C ends it.")
+        say(f"open http://{HOST}:{bound.getsockname()[1]}/?key={key}\nCtrl-C stops the server.")
         serve(views, bound, key)
     return 0
 
@@ -196,7 +199,7 @@ def _imported(
                 return store, options
         if not file.is_dir():
             raise DefinitionError(f"{typed(file)} has no readable rollouts.")
-        say(f"waiting for rollouts in {typed(file)}; Ctrl-C ends it")
+        say(f"waiting for rollouts in {typed(file)}; Ctrl-C stops")
         time.sleep(_WAIT_S)
 
 
@@ -210,10 +213,11 @@ def _say_notices(report: ImportReport) -> None:
     for file in report.files:
         if file.num_assumed_one_turn:
             say(
-                f"NOTICE: {file.path}: of {count(file.num_assumed_one_turn, 'text')} the file does not record which "
-                "text the policy sampled and which came from an environment, so no token is marked as sampled."
+                f"NOTICE: {file.path}: for {count(file.num_assumed_one_turn, 'text')}, the file does not record which "
+                "parts the policy sampled and which came from an environment, so no token is marked as sampled."
             )
         if "+" in file.about.partition("reward=")[2].partition(",")[0]:
             say(
-                f"NOTICE: {file.path}: several rewards, shown as their sum: {file.about}. Name one: --field reward=NAME"
+                f"NOTICE: {file.path}: several rewards, shown as their sum: {file.about}. To select one: --field "
+                "reward=NAME"
             )

@@ -44,7 +44,7 @@ def test_inspect(cli: Cli, run_dir: Path):
     assert "trajectories  48 in 12 groups of 4" in shown.out
     assert "graded again by rlhf_pipeline:token_match" in shown.out
     assert "agrees: 48 trajectories" in shown.out
-    assert "agrees: 6 rollouts, each mean is the task_reward in metrics.jsonl" in shown.out
+    assert "agrees: 6 rollouts; every mean equals the task_reward in metrics.jsonl" in shown.out
     data = json.loads(cli("inspect", run_dir, "--grade", "--json").out)
     assert (data["reward_check"]["agrees"], data["group_sizes"]) == (True, {"4": 12})
 
@@ -53,7 +53,7 @@ def test_counts_of_some(cli: Cli, run_dir: Path):
     """`stats` counts what meets conditions; `ledger`, `group` and `ls` say what steps, groups and runs have."""
     shown = cli("stats", run_dir, "--filter", "group<3")
     assert "  trajectories  12 in 3 groups of 4" in shown.out
-    assert "  policy        versions 0 to 2, 2 of them" in shown.out
+    assert "  policy        versions 0 to 2 (2 versions)" in shown.out
     assert json.loads(cli("stats", run_dir, "--filter", "group<3", "--json").out)["completion_tokens"] == 48
     assert cli("ledger", run_dir, "-n", 2).out.splitlines()[1].split() == ["11", "8", "0.00", "0", "48"]
     assert len(cli("group", run_dir).out.splitlines()) == 13
@@ -176,7 +176,7 @@ def test_verify(cli: Cli, run_dir: Path):
     assert cli("verify", run_dir / "store").code == 1
     assert cli("verify", run_dir / "store", "--accept-loss", 40).code == 1  # its commit is whole
     accepted = cli("verify", run_dir / "store", "--accept-loss")
-    assert "the loss of 1 damaged commit is accepted" in accepted.out
+    assert "accepted the loss of 1 damaged commit" in accepted.out
     assert accepted.code == 0
     data[0] ^= 1
     chunk.write_bytes(data)

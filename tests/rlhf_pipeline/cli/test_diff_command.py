@@ -38,7 +38,7 @@ def test_equal_runs(cli: Cli, run_dir: Path, twin: Path):
         store.update([5, 6], priority=3)
     shown = cli("diff", run_dir, twin)
     assert shown.code == 1
-    assert "  priority  2 of 48 differ, by 3 at most; ids 5, 6\n" in shown.out
+    assert "  priority  2 of 48 differ, by at most 3; ids 5, 6\n" in shown.out
     assert "            the first: 0 | 3\n" in shown.out
     assert "rlhf-pipeline show runs/twin --id 5\n" in shown.out
     shown = cli("diff", run_dir, twin, "--ignore", "priority")
@@ -90,9 +90,9 @@ def test_where_two_runs_part(cli: Cli, run_dir: Path, twin: Path):
     assert lines[2:5] == ["config.json", "  seed               0 | 1", "  pipeline.learn.lr  0.002 | 0.5"]
     assert "  only on the right: 1 step, 13" in lines
     assert f"  loss           first at step 3: {0.1 / 3} | 0.25 (in 2 of 12)" in lines
-    assert "  batch          first at step 4: other trajectories; 8 | 2 trajectories (in 1 of 12)" in lines
+    assert "  batch          first at step 4: different trajectories; 8 | 2 trajectories (in 1 of 12)" in lines
     assert [line.split()[0] for line in lines if "first at step" in line] == ["loss", "batch", "reward"]
-    assert "  advantage   1 of 48 differ, by 0.75 at most; id 2" in lines
+    assert "  advantage   1 of 48 differ, by at most 0.75; id 2" in lines
     assert "              the first: 4 values | 3 values" not in lines
     assert any(line.endswith(" | 123") for line in lines)
 
@@ -129,7 +129,7 @@ def test_stores_without_ids(cli: Cli, run_dir: Path):
             store.append({"x": [[1.0], [float("nan")], last]})
     shown = cli("diff", "a", "b")
     assert shown.code == 1
-    assert "paired in the order of arrival\n  x  1 of 3 differ, by 0.5 at most; id 2\n" in shown.out
+    assert "paired in the order of arrival\n  x  1 of 3 differ, by at most 0.5; id 2\n" in shown.out
     assert "the first: 2.5 at place 1 | 2 at place 1\n" in shown.out
     with TrajectoryStore.create("c", schema.columns[1:]) as store:
         store.append({"trajectory_id": [0, 1, 2]})
@@ -153,4 +153,4 @@ def test_a_ledger_that_lacks_steps_is_a_difference(cli: Cli, run_dir: Path, twin
     StepRows(twin / "ledger.jsonl").drop_from(kept + 1)
     shown = cli("diff", run_dir, twin)
     assert shown.code == 1
-    assert f"  batch          first at step {kept + 1}: other trajectories" in shown.out
+    assert f"  batch          first at step {kept + 1}: different trajectories" in shown.out

@@ -134,7 +134,7 @@ def test_a_model_folder_needs_a_definition(cli: Cli, here: Path):
         assert {**of_run, "step": 0, "store": one["store"]} == one
     shown = cli("evaluate", folders[0])
     assert shown.code == 2
-    assert "which has no reward: give a definition with a reward" in shown.err
+    assert "which has no reward. Specify a definition that has one" in shown.err
 
 
 TEMPLATED = """\
@@ -173,7 +173,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(cli: Cli, here: Path):
     """A step that is not kept, no prompts, a model of another kind, nothing there, and code of elsewhere."""
     for args, sentence in (
         (["runs/mine", "--step", "1"], "no checkpoint of step 1; it keeps those of steps 2, 4"),
-        (["runs/mine", "--definition", "mine.py:without"], "so give the prompts: --prompts FILE"),
+        (["runs/mine", "--definition", "mine.py:without"], "so prompts are required: --prompts FILE"),
         (["runs/mine", "--set", "policy.num_layers=2"], "was started with another model: policy.num_layers was 1"),
         (["nothing"], "there is no run or model folder at nothing"),
         (["runs/mine", "--out", "x"], "the rows of a run are stored in the run folder"),

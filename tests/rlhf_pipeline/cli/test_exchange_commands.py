@@ -40,7 +40,7 @@ def test_import_that_leaves_all_out(cli: Cli, tmp_path: Path):
     file = tmp_path / "traces.jsonl"
     file.write_text(json.dumps({"env": {}, "task": {}, "ok": False, "traces": [{"ok": False, "nodes": []}]}) + "\n")
     shown = cli("import", file, "--into", tmp_path / "store")
-    assert "nothing new: 0 trajectories are already in" in shown.out
+    assert "nothing new: 0 trajectories already in" in shown.out
     assert "1 skipped: not from the policy" in shown.out
 
 

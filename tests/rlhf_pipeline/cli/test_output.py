@@ -29,6 +29,6 @@ def test_the_printed_command_runs_as_pasted(cli: Cli, run_dir: Path, tmp_path: P
     (tmp_path / "runs").rename(tmp_path / "my runs")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     shown = cli("show", "my runs/demo", "--last", 3).out
-    command = shown.splitlines()[-1].removeprefix("one of them, token by token: ")
+    command = shown.splitlines()[-1].removeprefix("to show one token by token: ")
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "trajectory 47: group 11" in done.stdout

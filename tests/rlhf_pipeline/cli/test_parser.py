@@ -52,13 +52,13 @@ def test_version(cli: Cli):
     [
         (["inspekt", "x"], "there is no command 'inspekt'. Did you mean 'inspect'?"),
         (["run", "x", "--sed", "4"], "there is no option --sed. Did you mean '--seed'?"),
-        (["run", "x", "y"], "'y' is an unexpected argument"),
+        (["run", "x", "y"], "unexpected argument 'y'"),
         (["run", "x", "--set", "learn.lr"], "'learn.lr' is not KEY.PATH=VALUE"),
         (["run", "x", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["run", "x", "--seed", "-1"], "'-1' is not a whole number of at least 0"),
         (["show", "x", "--id", "1", "--last", "2"], "not allowed with argument"),
         (["inspect"], "RUN|STORE"),
-        (["--sed"], "--sed is not an option before a command"),
+        (["--sed"], "--sed is not a valid option before a command"),
     ],
 )
 def test_slips(cli: Cli, argv: list[str], message: str):

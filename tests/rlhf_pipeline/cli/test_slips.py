@@ -13,7 +13,7 @@ SLIPS = (
     ("compact runs/dmo", "Did you mean 'runs/demo'?"),
     ("compact runs", "there is no run or store at runs: the folder is not one"),
     ("compcat runs/demo", "Did you mean 'compact'?"),
-    ("config learn.lr buffer", "give at most one definition and one field"),
+    ("config learn.lr buffer", "specify at most one definition and one field"),
     ("config learn --markdown", "--markdown prints a complete page"),
     ("copy runs/dmo --to x", "Did you mean 'runs/demo'?"),
     ("copy runs/demo --to runs/demo", "already exists. Choose another path with --to"),
@@ -40,7 +40,7 @@ SLIPS = (
     ),
     ("inspect runs/dmo", "Did you mean 'runs/demo'?"),
     ("report runs/dmo", "Did you mean 'runs/demo'?"),
-    ("report runs/demo --out no/where.html", "there is no folder"),
+    ("report runs/demo --out no/where.html", "for where.html does not exist"),
     ("show runs/dmo", "Did you mean 'runs/demo'?"),
     ("show runs/demo --id 99", "there is no trajectory 99"),
     ("show runs/demo --group 99", "there is no group 99 in demo; groups go from 0 to 11"),
@@ -104,7 +104,7 @@ def test_fields_of_ones_own_source_have_their_own_help(cli: Cli, run_dir: Path, 
 def test_slips_in_settings_are_named_for_what_they_are(cli: Cli, run_dir: Path):
     """Code cannot be typed; a field that does not exist is named before a folder that does."""
     shown = cli("run", "copy_digits", "--set", "reward=my_reward", "--out", run_dir)
-    assert '--set reward=my_reward: "my_reward" is text, but the field takes a Python object' in shown.err
+    assert '--set reward=my_reward: "my_reward" is text, but the field needs a Python object' in shown.err
     shown = cli("run", "copy_digits", "--set", "learn.lrr=1", "--out", run_dir)
     assert "has no field 'lrr'" in shown.err
 

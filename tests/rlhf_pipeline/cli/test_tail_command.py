@@ -162,7 +162,7 @@ def test_follow_waits_for_the_first_trajectory(run_dir: Path, followers: list[Fo
     early = Follower(run_dir, "-n", 1, "--filter", "reward>=0")
     followers.append(early)
     assert early.process.stderr is not None
-    assert "has stored nothing yet; waiting for it" in early.process.stderr.readline()
+    assert "has not stored any trajectories yet; waiting for the first one" in early.process.stderr.readline()
     Path("later").rename(run_dir / "store")
     assert early.next(3)[1].split()[0] == "47"
     (run_dir / "store").rename("gone")

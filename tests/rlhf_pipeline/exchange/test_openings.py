@@ -109,7 +109,7 @@ def test_what_is_only_looked_at_is_not_asked_for(tmp_path: Path, jsonl: Write, c
         assert np.array_equal(columns(store)["task_reward"], reward, equal_nan=True)
     said = capsys.readouterr().out
     assert "several rewards, shown as their sum" in said
-    assert "verl.jsonl: of 1 text the file does not record which text the policy sampled" in said
+    assert "verl.jsonl: for 1 text, the file does not record which parts the policy sampled" in said
     asked = jsonl([{"question": "a", "reply": "b"}], "other.jsonl")
     (tmp_path / "other-store").mkdir()
     with pytest.raises(DefinitionError, match=r"no field for prompt and completion.*--field prompt=NAME"):

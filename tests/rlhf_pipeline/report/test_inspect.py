@@ -109,7 +109,7 @@ def test_a_store_that_does_not_say_where_prompts_end(tmp_path: Path):
     with closing(View(tmp_path / "store")) as view:
         found = view.stats()
     assert found["prompt_tokens"] is None
-    assert "5; the ends of prompts are not stored" in "\n".join(lines(found))
+    assert "5; prompt lengths are not stored" in "\n".join(lines(found))
 
 
 def test_reward_that_raises_now(run_dir: Path):

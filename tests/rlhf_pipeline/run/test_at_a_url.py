@@ -65,9 +65,9 @@ def test_a_run_is_compacted_and_replayed_where_it_is(url: str, tmp_path: Path, s
     said("run", *PIPELINE, "--steps", "6", "--out", url)
     assert "-> 1 " in said("compact", url)
     assert "is intact" in said("verify", url)
-    assert "4 steps equal to the record, bit for bit" in said("replay", url, "--from-step", "3")
+    assert "bitwise equal to the record: 4 steps" in said("replay", url, "--from-step", "3")
     for out in (str(tmp_path / "again"), f"{url}-again"):
-        assert "equal, byte for byte" in said("replay", url, "--out", out)
+        assert "byte-identical" in said("replay", url, "--out", out)
         assert "is intact" in said("verify", out)
     assert "continuing after step 6" in said("replay", "--resume", "--out", f"{url}-again", "--steps", "6")
 

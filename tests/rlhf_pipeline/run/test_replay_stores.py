@@ -315,7 +315,7 @@ def test_a_run_with_collectors_of_its_own_comes_out_again(tmp_path, monkeypatch,
         collector.succeed()
     assert main(["replay", "runs/long"]) == 0
     said = capsys.readouterr().out
-    assert "of 10 steps are equal, bit for bit; the weights after step 10 are equal, byte for byte." in said
+    assert "of 10 steps are bitwise equal; the weights after step 10 are byte-identical." in said
 
 
 @pytest.fixture
@@ -332,7 +332,10 @@ def test_the_command_repeats_a_run_and_reports_it(small_run, capsys):
     """Definition, changes and seed are the run's; a changed figure is found; the folder is looked at like any other."""
     assert main(["replay", "runs/small"]) == 0
     out = capsys.readouterr().out
-    assert "loss, reward and gradient norm of 3 steps are equal, bit for bit; the weights after step 3 are equal" in out
+    assert (
+        "loss, reward and gradient norm of 3 steps are bitwise equal; the weights after step 3 are byte-identical"
+        in out
+    )
     assert "3 steps" in out
     assert "24 trajectories of 1 store; 1.00 uses of each" in out
     config = json.loads(Path("runs/small-replay/config.json").read_text())
@@ -340,7 +343,7 @@ def test_the_command_repeats_a_run_and_reports_it(small_run, capsys):
     for command in (["inspect", "--grade"], ["verify"], ["show"], ["report"], ["replay", "--from-step", "1"]):
         assert main([command[0], "runs/small-replay", *command[1:]]) == 0
     assert main(["replay", "runs/small", "--out", "runs/faster", "--set", "learn.lr=1e-3"]) == 0
-    assert "a difference is expected: learn.lr has changed" in capsys.readouterr().out
+    assert "a difference is expected, because of these changes: learn.lr" in capsys.readouterr().out
     assert main(["replay", "runs/small"]) == 2
     assert "runs/small-replay already contains a run" in capsys.readouterr().err
     rows = list(StepRows(small_run / "metrics.jsonl"))
@@ -364,7 +367,7 @@ def test_the_command_learns_from_several_stores(small_run, capsys):
         for rows in ledger_of(Path("runs/mix"), "row_ids"):
             assert np.bincount(own.read_scalars("source", rows)).tolist() == [2, 6]
     assert main(["replay", "runs/mix", "--from-step", "1"]) == 0
-    assert "5 steps equal to the record, bit for bit." in capsys.readouterr().out
+    assert "bitwise equal to the record: 5 steps." in capsys.readouterr().out
     assert main(["replay", "runs/small", "--out", "runs/e", "--epochs", "0.5", "--set", "sample.batch_size=4"]) == 0
     assert "3 steps" in capsys.readouterr().out
 

@@ -115,14 +115,14 @@ def test_the_command_prints_each_step_and_fails_on_a_difference(tmp_path, capsys
     assert main(["replay", str(folder), "--from-step", "2", "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "steps 2 to 2, from checkpoint step-00000000, after repeating 1 step before it, on cpu" in out
-    assert "1 step equal to the record, bit for bit." in out
+    assert "bitwise equal to the record: 1 step." in out
     assert len(list_checkpoints(folder / "checkpoints")) == 2
     metrics = list(StepRows(folder / "metrics.jsonl"))
     metrics[1]["loss"] += 1e-6
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     assert main(["replay", str(folder), "--from-step", "1"]) == 1
     out = capsys.readouterr().out
-    assert "1 of 3 steps different from the record" in out
+    assert "different from the record: 1 of 3 steps" in out
     assert out.count("DIFFERENT") == 1
     assert main(["replay", str(folder), "--from-step", "1", "--out", "elsewhere"]) == 2
     assert "--out cannot be combined with --from-step" in capsys.readouterr().err
