@@ -54,9 +54,9 @@ def decompressed(path: Path, *, growing: bool = False) -> Iterator[IO[bytes]]:
                 yield packed
     except EOFError as error:
         if not growing:
-            raise DataError(f"{path} is incomplete {kind}: {error}. Download or write it again.") from error
+            raise DataError(f"{path} is an incomplete {kind} file: {error}. Download or write it again.") from error
     except (gzip.BadGzipFile, zlib.error, ZstdDataError) as error:
-        raise DataError(f"{path} is corrupted {kind}: {error}. Download or write it again.") from error
+        raise DataError(f"{path} is a corrupted {kind} file: {error}. Download or write it again.") from error
 
 
 class ZstdDataError(ValueError):

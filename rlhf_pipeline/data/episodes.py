@@ -40,7 +40,7 @@ def row_names(episodes: Ints, positions: Ints) -> Ints:
     if positions.any() and (int(episodes.max()) >> ROW_BITS or int(positions.max()) >> (62 - ROW_BITS)):
         raise DataError(
             f"episode {int(episodes.max())} has a row {int(positions.max())}: ids of episodes of several rows must be "
-            f"below 2**{ROW_BITS}, and an episode has at most {1 << (62 - ROW_BITS)} rows."
+            f"below 2**{ROW_BITS}, and an episode may have at most {1 << (62 - ROW_BITS)} rows."
         )
     return episodes + (positions.astype(np.int64) << ROW_BITS)
 
@@ -133,7 +133,7 @@ def _check(store: StoreReads, row_ids: Ints, place: Ints, ids: Ints) -> None:
         episodes = store.read_scalars(str(EPISODE_ID), ids)
         raise DataError(
             f"row {int(row_ids[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, but an "
-            "episode is only learned from with all of its rows. Check the store: rlhf-pipeline verify"
+            "episode is learned from only if all of its rows are present. Check the store: rlhf-pipeline verify"
         )
 
 

@@ -35,11 +35,11 @@ from rlhf_pipeline.data.optional_packages import need
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, typed
 
 Container = Literal["jsonl", "csv", "parquet", "arrow", "hf"]
-"""What holds the rows. `jsonl` is JSON lines or one JSON array; `hf` a folder that `datasets` saved."""
+"""The container of the rows. `jsonl` is JSON Lines or one JSON array; `hf` is a folder that `datasets` saved."""
 ROWS_PER_READ = 64
 
 _SUMMARIES = ("aggregated_results.jsonl",)
-"""Files of figures that tools write beside their rollouts."""
+"""Files with figures that tools write next to their rollouts."""
 _SUFFIXES: dict[str, Container] = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
@@ -54,7 +54,7 @@ _STARTS: dict[bytes, Container | str] = {
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
     b"\xff\xff\xff\xff": "arrow",
-    b"PK\x03\x04": "a zip file (xlsx, npz and torch files are, too)",
+    b"PK\x03\x04": "a zip file (as are xlsx, npz and torch files)",
     b"BZh": "compressed with bzip2",
     b"\xfd7zXZ": "compressed with xz",
     b"\xff\xfe": "text in UTF-16",
@@ -187,16 +187,16 @@ def _container_of(path: Path, container: Container | None) -> Container:
     if content_kind is None and head and b"\0" in head:
         content_kind = "binary"
     if content_kind is None and kind in ("parquet", "arrow"):
-        content_kind = "no such file by its content"
+        content_kind = "not a file of this type, according to its content"
     if content_kind is not None:
         raise DefinitionError(
-            f"{path} is {content_kind}. Supported formats: JSON Lines, JSON arrays, CSV (in UTF-8), Parquet, Arrow, "
-            "and each of these compressed with gzip or zstd."
+            f"{path} is {content_kind}. Supported formats: JSON Lines, JSON arrays, CSV (in UTF-8), Parquet and Arrow, "
+            "optionally compressed with gzip or zstd."
         )
     if kind is None:
         raise DefinitionError(
             f"{path}: neither the name nor the content shows the format. Rename it to end in .jsonl, .json, .csv, "
-            ".parquet or .arrow (an import takes --format jsonl as well)."
+            ".parquet or .arrow, or use import --format jsonl."
         )
     return kind
 
@@ -217,8 +217,8 @@ def _in_folder(folder: Path) -> list[SourceFile]:
     ] or [path for path in folder.iterdir() if re.search(r"\.json(\.gz|\.zst)?$", path.name.lower())]
     if not files:
         raise DefinitionError(
-            f"{folder} is not a saved data set and contains no .jsonl, .csv, .parquet or .arrow files. Give the "
-            "paths of the files."
+            f"{folder} is not a saved dataset and contains no .jsonl, .csv, .parquet or .arrow files. Give the paths "
+            "of the files."
         )
     return [SourceFile(path, _container_of(path, None)) for path in sorted(files, key=natural)]
 
@@ -280,7 +280,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from enumerate(cast("list[Any]", json.loads(_bytes_of(path))))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} begins as a JSON array and cannot be read as one: {error}.") from error
+        raise DataError(f"{path} begins as a JSON array but cannot be read as one: {error}.") from error
 
 
 def _json_lines(path: Path, growing: bool) -> Iterator[tuple[int, Any]]:
@@ -324,12 +324,12 @@ def _csv_rows(source: SourceFile, growing: bool) -> Iterator[tuple[int, dict[str
                 number, before = before + 1, rows.line_num
                 if None in row or None in row.values():
                     width = len(rows.fieldnames or ())
-                    raise DataError(f"{path}:{number}: this row does not have {width} columns like the first line.")
+                    raise DataError(f"{path}:{number}: this row does not have the {width} columns of the first line.")
                 yield number, dict(row)
         except (csv.Error, UnicodeDecodeError) as error:
             if growing and "unexpected end of data" in str(error):
                 return  # a quoted field continues on a line that is not written yet
-            raise DataError(f"{path}:{max(number, before) + 1}: this is not CSV in UTF-8: {error}.") from error
+            raise DataError(f"{path}:{max(number, before) + 1}: this is not valid CSV in UTF-8: {error}.") from error
 
 
 def _complete_lines(text: Iterable[str]) -> Iterator[str]:

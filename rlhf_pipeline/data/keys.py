@@ -31,17 +31,19 @@ POLICY_VERSION: Final[Key] = "policy_version"
 NEWEST_POLICY_VERSION: Final[Key] = "newest_policy_version"
 """The newest version if weights were replaced within the trajectory; otherwise -1."""
 VERSION_SPANS: Final[Key] = "version_spans"
-"""Which weights sampled which tokens, `[n, 2]`: the place of a span's first token in the row, and the version. Empty if
-one version sampled the whole trajectory."""
+"""Which weights sampled which tokens, `[n, 2]`: the position of a span's first token in the row, and the version. Empty
+if one version sampled the complete trajectory.
+"""
 TURN_SPANS: Final[Key] = "turn_spans"
-"""Turns of a conversation, `[n, 2]`: the place of a span's first token in the row, and 1 for a turn of the policy or
-0 for a reply. Empty for a trajectory of one turn."""
+"""Turns of a conversation, `[n, 2]`: the position of a span's first token in the row, and 1 for a turn of the policy or
+0 for a reply. Empty for a trajectory of one turn.
+"""
 REPLY_ROLE, POLICY_ROLE = 0, 1
 """The roles in `TURN_SPANS`."""
 TURN_REWARDS: Final[Key] = "turn_rewards"
 """One per turn of the policy, for estimators that compare turns; their sum is the reward of the trajectory."""
 TURN_ADVANTAGES: Final[Key] = "turn_advantages"
-"""One per turn of the policy, of such an estimator; `advantage` is then the one furthest from 0."""
+"""One per turn of the policy, from such an estimator; `advantage` is then the value furthest from 0."""
 POLICY_DIGEST: Final[Key] = "policy_digest"
 """The digest of the published weights of version `policy_version`; 0 if none were published."""
 NUM_PROMPT_TOKENS: Final[Key] = "num_prompt_tokens"
@@ -50,9 +52,9 @@ FINISH_REASON: Final[Key] = "finish_reason"
 CREATED_AT: Final[Key] = "created_at"
 TRAJECTORY_ID: Final[Key] = "trajectory_id"
 EPISODE_ID: Final[Key] = "episode_id"
-"""The conversation that a row is of; -1 for a row that is one by itself."""
+"""The conversation to which a row belongs; -1 for a row that is a complete conversation."""
 EPISODE_ROW: Final[Key] = "episode_row"
-"""The position of a row in its episode, from 0; the last one has the outcome."""
+"""The position of a row in its episode, from 0; the last row has the outcome."""
 EPISODE_SIZE: Final[Key] = "episode_size"
 """The number of rows of the episode."""
 PRIORITY: Final[Key] = "priority"
@@ -61,7 +63,7 @@ PROMPT: Final[Key] = "prompt"
 COMPLETION: Final[Key] = "completion"
 META: Final[Key] = "meta"
 PROMPT_CURSOR: Final[Key] = "prompt_cursor"
-"""Of dynamic sampling: which prompt of the source the group has; otherwise `group_id` identifies it."""
+"""With dynamic sampling: the cursor of the group's prompt in the source; otherwise `group_id` identifies the prompt."""
 TEMPERATURE: Final[Key] = "temperature"
 LOG_PROB_MODE: Final[Key] = "log_prob_mode"
 ENGINE: Final[Key] = "engine"
@@ -70,15 +72,18 @@ FAILURE_REASON: Final[Key] = "failure_reason"
 REWARD_TRUSTED: Final[Key] = "reward_trusted"
 """False for a trajectory whose reward must not be learned from."""
 SUPPORT_LOG_MASS: Final[Key] = "support_log_mass"
-"""Per token, of sampling with top-k, top-p or min-p: the log of the probability that the tokens which could be drawn
-have together, under the whole distribution at the temperature; 0 elsewhere. Log-probs are stored under the whole
-distribution, as a policy scores them, so ratios need no correction; `log_probs - support_log_mass` are those of the
-distribution that was drawn from."""
+"""Per token, for sampling with top-k, top-p or min-p: the log of the total probability of the tokens that could be
+drawn, under the complete distribution at the temperature; 0 for other tokens. Log-probs are stored under the complete
+distribution, as a policy scores them, so ratios need no correction; `log_probs - support_log_mass` are the log-probs
+under the distribution that was drawn from.
+"""
 EVALUATION: Final[Key] = "evaluation"
 """True for a trajectory of an evaluation, which is never learned from."""
 WAITING: Final[Key] = "waiting"
-"""-1: the trajectory's group arrived complete; >= 0: it waits for the group of this number; `LEFT_OUT` (-2): it waited
-and was excluded from learning; `-3 - i`: it waited and then became trajectory number `i` that may be learned from."""
+"""-1: the trajectory's group arrived complete; >= 0: the trajectory waits for the group of this number; `LEFT_OUT`
+(-2): it waited and was excluded from learning; `-3 - i`: it waited and then became trajectory number `i` that may be
+learned from.
+"""
 FAILED_MEMBERS: Final[Key] = "failed_members"
 """The number of members reported failed, on one row of a waiting group."""
 

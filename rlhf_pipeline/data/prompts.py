@@ -45,9 +45,11 @@ class Prompt:
     """
 
     text: str = ""
-    """The policy's input; with a chat template it becomes the user's message. Of messages, the last user's text."""
+    """The policy's input; with a chat template it becomes the user's message. For messages, the text of the last user
+    message.
+    """
     messages: tuple[Message, ...] | None = None
-    """Chat messages instead of text. The last one is not the assistant's."""
+    """Chat messages instead of text. The last message must not be the assistant's."""
     answer: Any = None
     """The reference answer, a JSON value, passed to the reward function."""
     meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -115,7 +117,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
 
 
 _PROMPTS_LOOKED_AT: Final = 16
-"""Of a source that does not list its prompts; their columns are taken for those of all."""
+"""Number of prompts that are read from a source that does not list them; their columns represent all prompts."""
 
 
 def columns_of(source: PromptSource, seed: int = 0) -> tuple[str, ...]:
@@ -174,7 +176,7 @@ class EmptyPrompts:
     """
 
     as_chat: bool = True
-    """Whether what the environment shows goes through the chat template."""
+    """Whether the chat template is applied to the output of the environment."""
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
         """Return a blank."""
@@ -237,9 +239,9 @@ Skip = Literal["too_long", "empty", "no_answer"]
 class Prompts(Settings):
     """Prompts from files or from rows in memory. Each row has a question or chat messages, and optionally an answer.
 
-    The defaults read GSM8K's `train.jsonl`. Everything is read once and checked completely before the first rollout, so
-    a bad row stops the run at the start, not after a day. Fields are named directly, or by a dotted path
-    (`reward_model.ground_truth`); every other column of a row reaches the reward as `meta`.
+    The defaults read GSM8K's `train.jsonl`. All rows are read and checked before the first rollout, so an invalid row
+    stops the run at the start. A field is specified by its name or by a dotted path (`reward_model.ground_truth`);
+    every other column of a row is passed to the reward as `meta`.
 
     >>> source = Prompts(rows=[{"question": "1 + 1?", "answer": 2, "level": "easy"}], system="Be brief.")
     >>> prompt = source.prompt(0, seed=0)
@@ -357,7 +359,7 @@ class ChosenPrompts:
 
     source: Prompts
     positions: tuple[int, ...]
-    """Of the prompts in `source.all_prompts()`."""
+    """Positions in `source.all_prompts()`."""
 
     @property
     def shuffle(self) -> bool:
@@ -388,8 +390,8 @@ class Curriculum(Settings):
 
     Every `every` rollouts, each weight is recomputed from those rollouts: the mixture's own weight times
     `least + (1 - least) * 4 p (1 - p)`, the mean over the source's groups, where `p` is the share of a group's members
-    that are right. A source with all or none of its prompts solved keeps `least` of its weight; a source that gave no
-    graded prompt in that time gets its initial weight back.
+    that are correct. A source with all or none of its prompts solved keeps `least` of its weight; a source without
+    graded prompts in these rollouts returns to its initial weight.
 
     >>> Curriculum(every=10, least=0.2).weight(1.0, [0.5, 1.0])
     0.6
@@ -426,13 +428,14 @@ class Curriculum(Settings):
 class Mix(Settings):
     """Several weighted sources. Each source contributes its share of any sequence of consecutive prompts.
 
-    Which source gives prompt number `cursor` depends on the weights alone, and which of its prompts on the seed and on
-    how many it gave before. So a mixture resumes like its sources, and no source waits for the epoch of another.
+    The weights alone determine the source of prompt number `cursor`; the seed and the number of earlier prompts of this
+    source determine which of its prompts is used. A mixture therefore resumes like its sources, and no source waits for
+    the epoch of another.
 
     Args:
-        sources: the sources. They agree on `as_chat` and on the arguments of the chat template.
+        sources: the sources. `as_chat` and the arguments of the chat template must be equal for all sources.
         weights: one per source, above 0; equal by default.
-        curriculum: how the weights change during a run that collects in its own process; None keeps them.
+        curriculum: how the weights change during a run that collects in its own process; None keeps them constant.
 
     >>> mix = Mix((CopyDigits(num_digits=2), CopyDigits(num_digits=5)), weights=(3, 1))
     >>> [len(mix.prompt(cursor, seed=0).answer) for cursor in range(8)]
@@ -594,8 +597,8 @@ class _Reading:
             sources = find_sources([self.path])
         except MissingPathError as error:
             raise MissingPathError(
-                f"there is no prompt file at {self.path}: {error} Point the definition at one, for example: --set "
-                "prompts.path=FOLDER/train.jsonl. Save a data set from a hub to disk first: "
+                f"there is no prompt file at {self.path}: {error} Set the path, for example: --set "
+                "prompts.path=FOLDER/train.jsonl. To use a dataset from a hub, first save it to disk: "
                 "datasets.load_dataset(NAME, split='train').save_to_disk(FOLDER)"
             ) from error
         for source in sources:

@@ -410,7 +410,7 @@ def may_have_parts(function: object) -> bool:
 
 
 TOTALS: Final = ("score", "reward", "rewards")
-"""Of the components of a dict the first of these is the reward."""
+"""The first of these that is a component of a dict is the reward."""
 
 
 def as_column(text: str) -> str | None:

@@ -33,7 +33,7 @@ T = TypeVar("T", bound=TensorDict)
 _NO_BATCH = torch.Size([])
 
 ROWS: Key = ("", "rows")
-"""Key of a column of whole TensorDicts, one per trajectory: the rows of a lazy stack that were not flattened."""
+"""Key of a column of complete TensorDicts, one per trajectory: the rows of a lazy stack that were not flattened."""
 
 
 def is_stack(td: object) -> bool:

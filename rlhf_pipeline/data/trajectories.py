@@ -33,7 +33,7 @@ from rlhf_pipeline.errors import DataError, IncompleteError
 from trajectory_store import BufferPool
 
 TOKEN_KEYS: tuple[Key, ...] = (TOKENS, ASSISTANT_MASK, LOG_PROBS, REF_LOG_PROBS)
-"""Keys that always hold one value per token."""
+"""Keys that always have one value per token."""
 
 RAGGED_KEYS: tuple[Key, ...] = (*TOKEN_KEYS, REWARD, KL_PENALTY, ADVANTAGE, ATTENTION_MASK)
 """Keys that stay ragged even if all trajectories of a batch have the same length."""

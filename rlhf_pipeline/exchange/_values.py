@@ -16,10 +16,10 @@ from trajectory_store import Column, Schema, StoreError
 from trajectory_store.arrow import SCHEMA_KEY
 
 SCHEMA_FILE = "trajectory_schema.json"
-"""Beside an exported data set: the columns of the store, which Arrow alone does not record."""
+"""Next to an exported dataset: the columns of the store, which Arrow alone does not record."""
 
 _FLOATS = {None: math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""What JSON writes for the floats that it does not have."""
+"""JSON text for the floats that JSON does not support."""
 
 
 def schema_beside(path: Path, container: str) -> Path:
@@ -82,7 +82,7 @@ def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
             except (TypeError, ValueError, OverflowError) as error:
                 raise DataError(f"column '{column.name}' is not {column.dtype}: {error}") from error
         elif not column.optional:
-            raise DataError(f"there is no field '{column.name}', which every row of the store has.")
+            raise DataError(f"the row lacks the field '{column.name}', which every row of the store has.")
     return columns
 
 

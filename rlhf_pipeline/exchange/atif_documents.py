@@ -23,7 +23,7 @@ PLACES: Mapping[str, str] = {
     "completion": "`steps[].message`",
     "created_at": "`timestamp` of the last step",
 }
-"""The columns that ATIF expresses, and where."""
+"""The columns that ATIF can express, and their fields."""
 EXTRA: Mapping[str, str] = {
     "ref_log_probs": "`steps[].metrics.extra.ref_log_probs`",
     "task_reward": "`extra.reward`",
@@ -37,7 +37,7 @@ EXTRA: Mapping[str, str] = {
     "evaluation": "`extra.evaluation`",
     "meta": "`extra.answer`, `extra.stored_meta`",
 }
-"""The columns that ATIF cannot express, and where `extra` has them; `extra.columns` has all others by name."""
+"""The columns that ATIF cannot express, and their fields in `extra`; `extra.columns` contains all others by name."""
 _SOURCES = {"system": "system", "assistant": "agent"}
 
 

@@ -20,11 +20,11 @@ _FILES = re.compile(r"\.(jsonl|ndjson|csv|tsv|parquet|arrow|feather)(\.gz|\.zst)
 _TAR = re.compile(r"\.(tgz|tbz2?|txz)$|\.tar(\.\w+)?$")
 _DOCUMENTS = re.compile(r"\.json(\.gz|\.zst)?$")
 _TRAJECTORY = re.compile(r"^(trajectory|episode_hash)[\w.-]*\.json(\.gz|\.zst)?$")
-"""A trajectory of a Harbor trial or an episode of rLLM, beside files of settings and results."""
+"""The file of a Harbor trial's trajectory or of an rLLM episode, next to files of settings and results."""
 _MOST_UNPACKED = 64 << 30
 """Bytes: a larger archive is rejected before anything is written."""
 _DEEPEST = 4
-"""Archives within archives: deeper ones are rejected."""
+"""Maximum depth of archives within archives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ BATCH_ROWS = 512
 Backend = Literal["memmap", "zarr"]
 _KINDS: dict[str, Container] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", "": "hf"}
 _ATIF = (".atif.jsonl", ".atif")
-"""Endings of a file with one ATIF document a line, and of a folder with one file for each."""
+"""Suffixes of a file with one ATIF document per line, and of a folder with one file per document."""
 
 
 @dataclass(kw_only=True)
@@ -170,7 +170,7 @@ def chosen(
 
 
 Parts = Iterator[Ids]
-"""The ids of some trajectories after the other."""
+"""Consecutive parts of the trajectory ids."""
 
 
 def _parts(ids: Ids, rows: int, on_batch: Callable[[int, int], None] | None) -> Parts:

@@ -26,9 +26,9 @@ from trajectory_store.recorder.raw_rollout import (
 )
 
 MESSAGES = "messages"
-"""A separate target: chat messages that are a prompt and a completion in one."""
+"""A separate target: chat messages that contain both the prompt and the completion."""
 NONE = "none"
-"""What the user writes to omit a target that the rows have."""
+"""The value with which the user omits a target that the rows have."""
 
 # -- the fields of a row -----------------------------------------------------------------------------------------------
 
@@ -63,15 +63,17 @@ class Fields:
     ) -> None:
         self.row, self.field_paths, self.one_turn = row, field_paths or {}, one_turn
         self.for_display = for_display
-        """The rows are only looked at: what cannot be learned from is let through, and out of the loss."""
+        """Whether the rows are only displayed: rows that cannot be learned from are then accepted, and excluded from
+        the loss.
+        """
         self.path, self.number = path, number
-        """The file, and the row's place in it."""
+        """The file, and the position of the row in it."""
         self.beside = beside or {}
         """The values for these in rows of other files."""
         self.used: set[str] = set()
-        """The fields that were taken; the others are kept in `meta`."""
+        """The fields that were used; the others are kept in `meta`."""
         self.about: dict[str, str] = {}
-        """How each target was made of the row."""
+        """How each target was derived from the row."""
 
     def of(self, row: Row) -> Fields:
         """Return the fields of another row in the place of this one."""

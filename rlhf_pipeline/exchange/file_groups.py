@@ -27,15 +27,15 @@ class FileGroups:
         self._numbers: dict[bytes, tuple[int, bytes]] = {}
         """The number and the prompt of each group."""
         self._ungrouped_prompts: set[bytes] = set()
-        """The prompts of rows that name no group."""
+        """The prompts of rows without a group id."""
         self._last: Any = None
         self._in_turn, self._by_prompt, self._checked = in_turn, by_prompt, checked
         self.num_members = self.num_graded = 0
         self._in_other_files = False
         self._scores: dict[int, list[tuple[float, float]]] = {}
-        """Reward and stored advantage of each member of a group that no id names, in the order of the file."""
+        """The reward and stored advantage of each member of a group without an id, in the order of the file."""
         self._num_learned, self._learned = 0, set[int]()
-        """How many members are not evaluations, which are not compared, and their groups."""
+        """The number of members that are not evaluations (evaluations are not compared), and their groups."""
 
     def number(self, record: RawRollout, row: int) -> int:
         """Return the number of a record's group; `row` is its row in the file."""
@@ -51,7 +51,7 @@ class FileGroups:
                     fields = f" (the rows have {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
                         "a prompt reappears after other prompts, and no field identifies its group. "
-                        f"{_NAME}{fields}. If all rows of a prompt are one group: --group-by prompt. To keep the "
+                        f"{_NAME}{fields}. If all rows of a prompt form one group: --group-by prompt. To keep the "
                         "groups unchanged: --group none"
                     )
                 self._ungrouped_prompts.add(prompt_key)
@@ -61,7 +61,7 @@ class FileGroups:
         number, before = self._numbers.setdefault(_digest(key), (len(self._numbers), prompt_key))
         if self._checked and record.group is not None and record.one_prompt and before != prompt_key:
             raise DataError(
-                "the group of this trajectory has another prompt or version, so its members cannot be compared. If "
+                "the group of this trajectory has a different prompt or version, so its members cannot be compared. If "
                 "the field that identifies groups is correct, confirm it: --group FIELD"
             )
         self._in_other_files |= record.across_files and record.identity is not None
@@ -78,7 +78,9 @@ class FileGroups:
         if not wrong:
             return
         size = _consecutive_size(self._scores.values())
-        advice = f"They agree for every {size} consecutive rows: --group {size}." if size is not None else f"{_NAME}."
+        advice = (
+            f"They agree with groups of {size} consecutive rows: --group {size}." if size is not None else f"{_NAME}."
+        )
         raise DefinitionError(
             f"the stored advantages contradict {len(wrong):,} of {len(self._scores):,} groups by prompt: within a "
             f"group they must be centred, and equal for equal rewards. {advice} If the tool's advantages are not "
@@ -92,8 +94,8 @@ class FileGroups:
             return
         if self._checked and self.num_graded > 1 and len(self._learned) == self._num_learned:
             raise DefinitionError(
-                f"each of its {self._num_learned:,} trajectories is a separate group, so no rewards can be "
-                f"compared, and GRPO learns nothing. {_NAME}. To keep the groups unchanged: --group none"
+                f"each of the {self._num_learned:,} trajectories is a separate group, so no rewards can be "
+                f"compared, and GRPO would learn nothing. {_NAME}. To keep the groups unchanged: --group none"
             )
 
 

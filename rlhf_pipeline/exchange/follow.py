@@ -14,7 +14,7 @@ from rlhf_pipeline.exchange.importer import FileReport, ImportReport, import_fil
 
 _POLL_S = 1.0
 _SETTLED_S = 10.0
-"""A file that is written again counts as complete when it has not changed for this long."""
+"""A file that is written again is considered complete when it has not changed for this long."""
 
 
 def follow_folder(

@@ -119,9 +119,9 @@ class ImportedRows:
     def __init__(self, store: TrajectoryStore | None) -> None:
         self._store = store
         self._newest: dict[str, int] = {}
-        """The place of the current version of each key in the lists below, or else of the newest."""
+        """The position of each key's current version in the lists below, or otherwise of its newest version."""
         self._versions: dict[str, int] = {}
-        """The place of each version, by key and version."""
+        """The position of each version, by key and version."""
         self._units: dict[str, list[int]] = {}
         self._groups: dict[str, int] = {}
         self._row_ids: list[int] = []
@@ -132,7 +132,7 @@ class ImportedRows:
         self._in_file: set[int] = set()
         self._uncommitted: list[int] = []
         self._replaced: list[int] = []
-        """Rows whose newer version is in hand: they are marked in the store with the next commit."""
+        """Rows for which a newer version has been read: they are marked in the store with the next commit."""
         self._next_trajectory = self._next_group = 0
         if store is not None:
             self._load(store)

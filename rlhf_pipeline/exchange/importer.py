@@ -46,7 +46,7 @@ COLUMNS = (*FAILURES, TEMPERATURE, next(column for column in SAMPLED_BY if colum
 """Why a trajectory failed, and how it was sampled; if unknown: NaN, and no mode."""
 BATCH_TOKENS = 1 << 20
 Rows = Iterator[tuple[str, Mapping[str, Any], bool]]
-"""The place of a row in its file, its columns, and whether its text was encoded."""
+"""The position of a row in its file, its columns, and whether its text was encoded."""
 
 
 @dataclass(kw_only=True)
@@ -56,22 +56,24 @@ class FileReport:
     path: Path
     format: str
     about: str = ""
-    """Which field was read as what."""
+    """The target of each field."""
     lacks: tuple[str, ...] = ()
-    """What the file does not hold; nothing takes its place."""
+    """The values that the file lacks; they are not replaced."""
     num_imported: int = 0
     num_skipped: int = 0
-    """Trajectories that the store had already."""
+    """Number of trajectories that were already in the store."""
     num_superseded: int = 0
-    """Stored rows that a newer version in this file replaces, or that a newer version of its unit lacks."""
+    """Number of stored rows that a newer version in this file replaces, or that a newer version of their unit lacks."""
     awaits_rest: bool = False
-    """The file is being written again: until it is complete, rows that it lacks stay current."""
+    """Whether the file is being written again: until it is complete, rows that it lacks remain current."""
     num_left_out: int = 0
-    """Rows without anything that a policy sampled, or that repeat an earlier file."""
+    """Number of rows without tokens that a policy sampled, or that repeat an earlier file."""
     num_assumed_one_turn: int = 0
-    """Trajectories of text that the file does not mark as one turn: the user specified it, or inspects them only."""
+    """Number of trajectories of text that the file does not mark as one turn: the user specified it, or only inspects
+    them.
+    """
     bad: list[str] = field(default_factory=list[str])
-    """Rows that could not be read, each with its place and the reason (`skip_bad`)."""
+    """Rows that could not be read, each with its position and the reason (`skip_bad`)."""
 
 
 @dataclass(kw_only=True)
@@ -420,7 +422,7 @@ class _How:
     beside: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, "dict[Any, Any]"])
     """The values for these in rows of other files."""
     annotations: list[Dump] = field(default_factory=list[Dump])
-    """Files of later values of trajectories."""
+    """Files with later values of trajectories."""
 
     def fields(self, source: Dump, number: int, row: Row) -> Fields:
         return Fields(
@@ -489,7 +491,7 @@ class _Item:
     """The columns of an export of a store need no tool."""
     how: _How
     units: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    """Of each unit in the file: its rows, and the rows of it that were current in the store before."""
+    """For each unit in the file: its rows, and those of its rows that were current in the store before."""
 
 
 def _recognise(sources: Sequence[DumpCandidate], format: str, how: _How, report: ImportReport) -> list[_Item]:
@@ -597,7 +599,7 @@ def _repeats(item: _Item, before: _Item) -> bool:
                 return False
             num += 1
     item.report.num_left_out = num
-    item.report.about = f"the rows of {before.source.path.name} again, skipped"
+    item.report.about = f"repeats the rows of {before.source.path.name}, skipped"
     return True
 
 
@@ -716,7 +718,7 @@ def _converted(item: _Item, tool: Tool, encoder: Encoder, imported: ImportedRows
 def _check_encoding(stored: Any, encoded: Any) -> None:
     if not np.array_equal(stored, encoded):
         raise DataError(
-            "this trajectory is already stored, encoded with another tokenizer or template. A store never contains "
+            "this trajectory is already stored, encoded with a different tokenizer or template. A store never contains "
             "the same text in two encodings. Import into another store: --into OTHER_FOLDER"
         )
 

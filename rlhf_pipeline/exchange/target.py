@@ -15,7 +15,7 @@ from trajectory_store import Schema, TrajectoryStore
 from trajectory_store.recorder.source_ids import NAME, open_or_create, store_lock
 
 _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_version", "group_id")
-"""What a trajectory is: columns that no later value changes."""
+"""The columns that identify a trajectory, which no later value changes."""
 
 
 def check_absent(*paths: Path) -> None:
@@ -74,7 +74,7 @@ class ExistingRows:
         order = np.argsort(names, kind="stable")
         self._names, self._rows = names[order], rows[order]
         self._num_matched = np.zeros(len(rows), np.int64)
-        """At the first row of an id: how many rows of that id were found."""
+        """At the first row of an id: the number of rows with that id."""
 
     def find(self, wheres: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[bool]:
         """Return which rows are in the store."""
@@ -94,9 +94,9 @@ class ExistingRows:
             for name in names:
                 if name in rows[i] and _differ(rows[i][name], stored[name][k]):
                     raise DataError(
-                        f"{wheres[i]}: this trajectory is already in {self.store.path}, with another {name}. The "
-                        "file has changed since an earlier import, is read with other options, or comes from "
-                        "elsewhere. Import it into another store; or, to keep both, from a copy with another name."
+                        f"{wheres[i]}: this trajectory is already in {self.store.path}, with a different {name}. "
+                        "The file has changed since an earlier import, is read with other options, or has another "
+                        "origin. Import it into another store; to keep both, import a copy with another name."
                     )
         return is_stored
 

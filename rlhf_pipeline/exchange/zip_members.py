@@ -15,7 +15,7 @@ from rlhf_pipeline.errors import DataError
 _ZSTD_METHOD: Final = 93
 """The method of APPNOTE 6.3.8; the zipfile module reads it from Python 3.14 on."""
 _LOCAL_HEADER: Final = struct.Struct("<26xHH")
-"""Of a member's local header: the lengths of its name and of its extra field, which precede its data."""
+"""The lengths of the name and of the extra field in a member's local header, which precede its data."""
 
 
 def open_archive(path: Path) -> zipfile.ZipFile:

@@ -19,10 +19,10 @@ from trajectory_store.ragged import RaggedArray
 
 Array = npt.NDArray[Any]
 Numbers = Array | float
-"""Values of a column, `[n]`, or one number of Python's: bool, int or float."""
+"""Values of a column, `[n]`, or one Python number: bool, int or float."""
 _INT64: Final = np.iinfo(np.int64)
 _EXACT: Final = 1 << 53
-"""Integers up to this size are float64s as well."""
+"""Integers up to this size are represented exactly as float64."""
 
 
 def _is_float(numbers: Numbers) -> bool:

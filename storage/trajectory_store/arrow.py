@@ -23,7 +23,7 @@ SCHEMA_KEY: Final = b"trajectory_schema"
 BATCH_ROWS: Final = 16_384
 """Rows of one record batch of a stream."""
 ROW_GROUP_BYTES: Final = 16 << 20
-"""A Parquet file is written in groups of about this size, which are in memory whole while they are written."""
+"""A Parquet file is written in row groups of about this size, each of which is in memory while it is written."""
 
 
 def pyarrow(what: str) -> Any:

@@ -42,7 +42,7 @@ Rows = Int64Array | slice
 
 EDGES = np.dtype("V16")
 _FEW_ROWS, _DENSE = 64, 1 << 12
-"""So few rows, in a range of more elements than that, are read one by one where a file is not mapped."""
+"""At most this many rows, in a range of more than this many elements, are read individually if a file is not mapped."""
 _LONG = 1 << 14
 
 

@@ -36,14 +36,14 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 PATIENCE: Final = "TRAJECTORY_STORE_PATIENCE_S"
-"""The environment variable with the number of seconds for which a failing request is repeated."""
+"""The environment variable with the number of seconds for which a failing request is retried."""
 _PATIENCE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 2.0
 _FOLDER_TRIES: Final = 12
 _LARGEST: Final = 1 << 32
 _LARGEST_DOCUMENT: Final = 1 << 26
-"""More bytes than a commit, or a record or other metadata, ever has: a sparse file must not take all memory."""
+"""Upper bound on the size of a commit, a record or other metadata, so that a sparse file cannot exhaust memory."""
 PARTIAL = ".partial-"
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 

@@ -29,14 +29,15 @@ from trajectory_store.verify import VerifyReport
 _SHIFT = np.uint64(ORDINAL_SHIFT)
 _NOWHERE = -1
 _ROWS, _HOME, _FIRST = range(3)
-"""Per segment ever written: its number of rows, the segment that holds them now, and where they begin in it."""
+"""For each segment ever written: its number of rows, the segment that now contains them, and their start in it."""
 
 STAT_S, LOOK_RARELY, LEAST_LOOK_S = 3e-6, 600, 0.5
-"""What it takes to ask for the state of one file, how many times longer checked reads continue without asking, and how
-long at least: where a batch in ten asked, that cost 3 % of sampling from a small store."""
+"""The time in seconds for a query of the state of one file; for how many times longer, and for how long at least,
+checked reads continue without a query. Queries in one of ten batches slowed sampling from a small store by 3 %.
+"""
 
 _MOST_IDS = 8
-"""Most ids in the message of an error."""
+"""Maximum number of ids in an error message."""
 
 
 class Address(NamedTuple):
@@ -94,24 +95,27 @@ class Catalog:
         self.lock = threading.RLock()
         self._open_entries: dict[int, Entry] = {}
         self.failed: dict[int, Failed] = {}
-        """The segments that the newest record names and that are not there as a whole: others may hold their rows."""
+        """The segments that the newest record lists but that are missing or incomplete; other segments may have their
+        rows.
+        """
         self._homes: Int64Array = np.zeros((0, 3), np.int64)
         self._moved = False
         self._gappy: list[Segment] = []
         self._looked_generation = -1
-        """The generation in which the records of all commits were looked at."""
+        """The generation in which the records of all commits were read."""
         self._tables: dict[str, dict[int, Any]] = {}
         self.later_values: dict[str, Any] = {}
-        """What other modules keep for as long as the catalog is open."""
+        """Values that other modules keep while the catalog is open."""
         self._syncing = threading.RLock()
         fork_safety.guard(self, 1, self.lock, self._syncing)
         self._synced: dict[int, int] = {}
         self._unsynced = False
         self._look_at = 0.0
         self._compared: dict[tuple[str, bool] | None, int] = {}
-        """Per column, with its flags or without, and of all, the generation in which every value was compared."""
+        """The generation in which every value was compared: per column, with or without its flags, and of all columns.
+        """
         self.is_doubtful = False
-        """Whether an exception from outside ended a call, perhaps halfway through a change of this view."""
+        """Whether an external exception ended a call, possibly during a change of this view."""
         self._take_state(opening=True)
 
     # Following

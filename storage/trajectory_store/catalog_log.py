@@ -39,7 +39,7 @@ from trajectory_store.schema import Schema
 
 CATALOG = "catalog"
 RETAINED_RECORDS = 64
-"""Records kept behind the newest, so that a process that slept through some of them notices."""
+"""Number of records kept behind the newest, so that a process that missed some of them notices."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _NONE = np.empty(0, np.int64)
 _FEW = 4
-"""Up to this many rows of one segment, touching them first costs more than it saves."""
+"""For up to this many rows of one segment, touching the rows first takes longer than it saves."""
 
 
 class Places:

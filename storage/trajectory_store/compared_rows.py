@@ -35,7 +35,7 @@ class ComparedRows:
     def __init__(self, arrays: Collection[str]) -> None:
         self._arrays = arrays
         self._first: dict[str, int] = {}
-        """Of how many first rows all were compared, of an array or `ALL`."""
+        """The number of first rows that were all compared, per array or for `ALL`."""
         self._masks: dict[str, npt.NDArray[np.bool_]] = {}
         """Of an array or `ALL`; the mask of an array has the rows that were compared with all arrays as well."""
 

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from trajectory_store.store import TrajectoryStore
 
 _FIRST: Final = ("commits/acknowledged", "commits/c/0/0")
-"""Files that record how much of the others counts: copied before them, so that all that they name is in the copy."""
+"""Files that record how much of the other files is valid. They are copied first, so that the copy contains all that
+they list.
+"""
 _ROUNDS: Final = 50
 _CLOCK_S: Final = 2.0
-"""A file whose time of change is this close to the copying of it is copied again."""
+"""A file that was changed this close to the time at which it was copied is copied again."""
 _CHUNK: Final = 1 << 22
 
 CHUNK_ROWS: Final = 1024

@@ -29,8 +29,9 @@ NETWORK_TYPES = frozenset(
     ]
 )
 ALLOCATING_TYPES = frozenset(["tmpfs", "ramfs"])
-"""File systems that allocate a page when a hole is read through a map: on a full one, reading a row that is not written
-yet ends the process with SIGBUS. A positional read of a hole gives zeros and allocates nothing."""
+"""File systems that allocate a page when a hole is read through a map: if such a file system is full, reading a row
+that is not yet written ends the process with SIGBUS. A positional read of a hole returns zeros and allocates nothing.
+"""
 
 MOUNTS = Path("/proc/self/mountinfo")
 AHEAD = 1 << 16

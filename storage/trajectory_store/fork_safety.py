@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 PATIENCE_S = 60.0
-"""How long a fork waits for calls of other threads to end; after that it continues as if they had."""
+"""How long a fork waits for calls in other threads to end; after that, it continues without them."""
 
 
 class Lock(Protocol):

@@ -31,9 +31,11 @@ from trajectory_store.schema import Fill, Schema
 FORMAT_NAME = "ragged-trajectories"
 FORMAT_VERSION = 6
 OLDEST_VERSION = 5
-"""Of what is read. In segments of this version, blocks are counted from where each commit begins."""
+"""The oldest version that is read. In segments of this version, blocks are counted from the beginning of each commit.
+"""
 KEY = "zarr.json"
-"""The metadata of the store, of its catalog, and of a segment, whose writer holds the lock of it."""
+"""The file with the metadata of the store, of its catalog, and of a segment, whose writer holds the lock of this file.
+"""
 COMMITS = "commits"
 ACKNOWLEDGED = "acknowledged"
 PRESENT = "present"
@@ -55,7 +57,7 @@ DURABILITIES: tuple[Durability, ...] = ("process", "power", "group")
 
 crc32c = cast("Callable[[bytes | npt.NDArray[Any]], int]", _crc.value)  # pyright: ignore[reportUnknownMemberType]
 """The CRC32C of bytes or of a contiguous array."""
-"""The CRC32C of what a first one is of, followed by further bytes."""
+"""The CRC32C of the data of a first CRC32C followed by further bytes."""
 
 
 def checked_int(value: Any, most: int = MAX_TIME_NS, least: int = 0) -> int:
@@ -349,7 +351,7 @@ MAGIC = b"TRJ5"
 KIND_ROWS = 1
 KIND_END = 2
 KIND_CLOSED = 3
-"""An end whose writer had synced everything before it: nothing is left to trust."""
+"""An end record whose writer had synced everything before it, so no check is needed."""
 _BODY = struct.Struct("<4sIIIQIIQIIIII")
 _TAIL = struct.Struct("<I")
 _NOTHING = bytes(2 * RECORD_SIZE)
@@ -481,13 +483,15 @@ class Log:
 
 CHECKS = "commits/checks"
 BLOCK_BYTES = 4096
-"""Of an array, as far as whole elements fit: a page, which is read from the disk whole anyway. With larger blocks a
-random row reads more than it returns."""
+"""Bytes per block of an array, as far as complete elements fit: one page, which is the unit of a disk read. With larger
+blocks, a read of a random row reads more than it returns.
+"""
 SMALL_BLOCKS = 4
-"""How many of these are one block where a commit wrote few bytes to an array: with a call per page, an append of 64
-rows (750 KB) took an eighth longer, and a small commit is compared as a whole when more of it is read."""
+"""Number of these per block if a commit wrote few bytes to an array. With one call per page, an append of 64 rows (750
+KB) took an eighth longer; and a small commit is compared completely when more of it is read.
+"""
 SMALL_PART = 1 << 19
-"""The most bytes of such a part, which is in a segment that is not merged."""
+"""Maximum number of bytes of such a part, in a segment that is not merged."""
 
 
 def page_elements(spec: ArraySpec) -> int:

@@ -296,7 +296,7 @@ class LocalWriter(SegmentWriter):
     """Appends commits to one segment on a local disk."""
 
     _elements = -1
-    """The elements of all axes, where they were read from the log."""
+    """The number of elements of all axes, if it was read from the log."""
 
     def __init__(
         self, folder: Path, ordinal: int, meta: SegmentMeta, log: fs.OpenFile, meta_crc: int, io: Io = "pread"
@@ -308,7 +308,7 @@ class LocalWriter(SegmentWriter):
         self._pool: ThreadPoolExecutor | None = None
         self._files = threading.RLock()
         self._sync = threading.RLock()
-        """Held by the thread that syncs, for all that wait."""
+        """Held by the thread that syncs on behalf of all waiting threads."""
         fork_safety.guard(self, 3, self._sync, self._files)
         self._log = log
         self._mark = fs.OpenFile(mark_path(folder), os.O_WRONLY)

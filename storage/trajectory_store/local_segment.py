@@ -58,17 +58,18 @@ from trajectory_store.schema import Column
 from trajectory_store.verify import VerifyReport
 
 FRESH_NS = 50_000_000
-"""A file that was written so lately may be written again without another time: kernels advance it every few ms."""
+"""A file that was written this recently may be written again without a new time stamp: kernels advance it every few ms.
+"""
 
 FULL_BYTES = 1 << 16
-"""A commit of up to this size is compared as a whole first: the calls for the blocks of each array take longer."""
+"""A commit of up to this size is first compared completely, because calls for the blocks of each array take longer."""
 AGAIN_BYTES = 1 << 20
-"""A commit of up to this size is compared as a whole when more of it is read."""
+"""A commit of up to this size is compared completely when more of it is read."""
 
 FileState = tuple[int, ...] | None
 """The identity of a file by `stat`; None if it was written too recently to be certain, or `stat` failed."""
 GONE: FileState = (0,)
-"""The state of a file that is not there."""
+"""The state of a missing file."""
 
 
 class LocalSegment(Segment):
@@ -86,7 +87,7 @@ class LocalSegment(Segment):
         self._elements = 0
         self._short: set[str] = set()
         self.closed = meta.merged
-        """Whether nothing is left to trust: the writer, or who found it dead, had synced everything."""
+        """Whether no check is needed: the writer, or the process that found it dead, had synced everything."""
         self._states: dict[str, FileState] = {}
         self._compared = ComparedRows(self.specs)
         self._crcs: dict[int, Int64Array] = {}
@@ -94,7 +95,7 @@ class LocalSegment(Segment):
         self._ends: Int64Array = np.empty(0, np.int64)
         self._seqs: Int64Array = np.empty(0, np.int64)
         self.dropped: set[int] = set()
-        """Commits that were being written when the machine went down, and never acknowledged."""
+        """Commits that were being written when the machine failed, and that were never acknowledged."""
         self.refresh()
         if self.finished or not self.is_live():  # its writer is gone for good, but may have written just before
             self._take_all(entry.rows)

@@ -39,10 +39,10 @@ from trajectory_store.where import Operands, evaluate, names_in
 Ids = npt.ArrayLike
 Columns = Sequence[str] | str | None
 Names = Mapping[str, "str | Callable[[Any, Int64Array], npt.NDArray[Any]]"]
-"""Further names of a condition, see `StoreReads.where`."""
+"""Additional names in a condition; see `StoreReads.where`."""
 
 _WHERE_BYTES = 64 << 20
-"""Bytes of text that a condition looks at in one go; more are searched in parts."""
+"""Bytes of text that a condition searches at a time; longer texts are searched in parts."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -24,12 +24,13 @@ from trajectory_store.schema import Schema
 
 MAX_ROWS = 1 << 19
 MAX_ELEMENTS = 1 << 26
-"""The largest segments on a local disk. A batch takes longer the more segments its rows are in; a plain Zarr reader
-reads an array of a segment as a whole."""
+"""The maximum size of segments on a local disk. Reading a batch takes longer if its rows are in more segments; a plain
+Zarr reader reads each array of a segment completely.
+"""
 
 WHOLE_ROWS = 1 << 16
 WHOLE_ELEMENTS = 1 << 24
-"""The same for segments that are reserved on the disk, or held in memory, as a whole."""
+"""The same for segments that are completely reserved on the disk or completely in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

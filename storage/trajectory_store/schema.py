@@ -25,7 +25,9 @@ MAX_WIDTH = 1 << 16
 RESERVED = frozenset({"catalog", "commits", "present", "row_id", "row_time", "target", "lengths", "ids"})
 MAX_NAME = 128
 _NAME = re.compile(rf"[A-Za-z][A-Za-z0-9_-]{{0,{MAX_NAME - 1}}}\Z")
-"""Of a column or an axis: a file is named after each, with a suffix, and a file system takes 255 bytes."""
+"""Maximum length of the name of a column or an axis: files have these names, with a suffix, and a file system allows
+255 bytes.
+"""
 
 Fill = bool | int | float | str
 

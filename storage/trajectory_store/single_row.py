@@ -14,7 +14,7 @@ from trajectory_store.format import offsets_name
 from trajectory_store.schema import Column, Schema
 
 ReadValue = Callable[[int], Any]
-"""Returns the value of a row of a segment as a batch of one row has it, or None if its bytes contradict themselves."""
+"""Returns the value of a row of a segment as in a batch of one row, or None if its bytes are inconsistent."""
 
 
 class RowReader:

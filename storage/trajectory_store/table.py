@@ -19,10 +19,10 @@ from trajectory_store.schema import Schema
 from trajectory_store.snapshot import Snapshot
 
 _SHOWN_ROWS: Final = 5
-"""The newest rows, which a notebook shows."""
+"""Number of newest rows that a notebook displays."""
 _SHOWN_CHARACTERS: Final = 80
 _ITER_ROWS: Final = 1024
-"""Rows that a loop over a store reads at a time."""
+"""Number of rows that a loop over a store reads at a time."""
 
 
 class StoreTable(StoreReads):

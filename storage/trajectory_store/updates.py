@@ -22,8 +22,9 @@ News = tuple[Int64Array, Int64Array, Int64Array]
 _NONE: Int64Array = np.empty(0, np.int64)
 
 NOT_SEEN_YET = 1 << 20
-"""Rows of a segment beyond all that are known for which there may be updates: commits are read one after another. The
-tables have room for them; it is limited, so that a damaged target does not take all memory."""
+"""Number of rows beyond the known rows of a segment for which there may be updates, because commits are read one after
+another. The tables have space for these rows; the limit prevents a damaged target from exhausting memory.
+"""
 
 
 def _keeps_all(segment: Segment, owners: Int64Array, limits: Mapping[int, int]) -> bool:

@@ -25,7 +25,7 @@ Operand = Mask | Texts
 
 _EXAMPLE: Final = "Write for example 'task_reward >= 0.5 and policy_version < 100', or 'finish_reason=stop'."
 _SHORT: Final = re.compile(r"\s*([A-Za-z][\w./-]*)\s*(>=|<=|==|!=|>|<|=|~)\s*(.+?)\s*\Z", re.DOTALL)
-"""One column, an operator and an unquoted value: what a shell is given without quotes inside."""
+"""One column, an operator and an unquoted value: the form for a shell, without inner quotes."""
 _RANGE: Final = re.compile(r"(?=.*[^.])(-?[\w.:+-]*?)\.\.(-?[\w.:+-]*)\Z")
 _DATE: Final = re.compile(r"(?<![\w.'\"-])\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?(?![\w.'\"-])")
 _QUOTED: Final = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")

@@ -25,14 +25,14 @@ GROWTH = 4
 """Each segment of a process is `2 ** GROWTH` times the size of the one before, up to a maximum."""
 
 FIRST = 4
-"""Batches that fit the first segment of a process: many processes that write little must take little space."""
+"""Number of batches that fit into the first segment of a process: processes that write little must use little space."""
 
 FIRST_ROWS = 64
 FIRST_ELEMENTS = 1 << 12
 
 
 Place = tuple[SegmentWriter, int, int]
-"""Where a commit is: its writer, the number of records with it, and its first row."""
+"""The position of a commit: its writer, the number of records up to it, and its first row."""
 
 
 class AppendCall(threading.local):
@@ -74,7 +74,7 @@ class Stream:
         self._writer: SegmentWriter | None = None
         self._ending: SegmentWriter | None = None
         self._rows: dict[int, int] = {}
-        """The rows of ended segments, as far as the catalog does not have their number yet."""
+        """The rows of ended segments whose number of rows is not yet in the catalog."""
         self._call = AppendCall()
         self._lock = threading.RLock()
         fork_safety.guard(self, 0, self._lock)

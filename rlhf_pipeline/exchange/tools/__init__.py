@@ -72,12 +72,12 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
         return {"reward": "+".join(numbers)}  # TRL's weights are 1 unless the user changed them
     if len(numbers) > 1:
         raise DefinitionError(
-            f"which columns are the rewards? The columns of numbers are {', '.join(numbers)}. Choose one or a sum, "
-            f"with the weights of the training: --field reward={numbers[0]} or --field "
+            f"which columns are the rewards? The numeric columns are {', '.join(numbers)}. Choose one, or a sum with "
+            f"the weights that the training used: --field reward={numbers[0]} or --field "
             f"reward={numbers[0]}+0.5*{numbers[1]}"
         )
     if not numbers:
-        raise DefinitionError(f"no column of rewards. {row.describe_row()} Specify it: --field reward=NAME")
+        raise DefinitionError(f"there is no reward column. {row.describe_row()} Specify it: --field reward=NAME")
     return {"reward": numbers[0]}
 
 
@@ -168,7 +168,7 @@ def verl(row: Fields) -> RawRollouts:
 
 _SLIME = {"completed": ("stop", ""), "truncated": ("length", ""), "aborted": ("abort", "engine")}
 _SLIME |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
-"""By status: why the response ended, and the kind of failure. `failed` is slime's word for a tool or an API."""
+"""By status: why the response ended, and the kind of failure. slime uses `failed` for a tool or an API."""
 
 
 @tool(
@@ -234,7 +234,7 @@ _LIMITS = {"max_turns": "turns"}
 _LIMITS |= dict.fromkeys(
     ("max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length", "compaction_failed"), "length"
 )
-"""Stop conditions by which a trace counts as cut off (`Trace.is_truncated`)."""
+"""Stop conditions that mark a trace as truncated (`Trace.is_truncated`)."""
 _ENGINE = ("ProviderError", "InterceptionError", "TunnelError")
 
 
@@ -419,13 +419,13 @@ def _tokens(nodes: Sequence[Row]) -> dict[str, DerivedField]:
     for node in nodes:
         ids, mask = as_ids(node.get("token_ids") or [], "token_ids"), as_mask(node.get("mask") or [], "mask")
         if len(mask) != len(ids):
-            raise DataError(f"a node has {len(ids)} token_ids and {len(mask)} in its mask.")
+            raise DataError(f"a node has {len(ids)} token_ids, but its mask has {len(mask)} entries.")
         whole["tokens"].value.extend(ids)
         whole["completion_mask"].value.extend(mask)
         for target, name in names.items():
             values = as_list(node.get(name) or [], name)
             if len(values) not in (0, sum(mask)):
-                raise DataError(f"a node has {sum(mask)} sampled tokens and {len(values)} {name}.")
+                raise DataError(f"a node has {sum(mask)} sampled tokens, but {len(values)} {name}.")
             each = iter(values)
             whole[target].value.extend(next(each, None) if on else None for on in mask)
     if all(value is None for value in whole["ref_log_probs"].value):
@@ -661,7 +661,7 @@ def tinker(row: Fields) -> RawRollouts:
         yield None
         return
     if "prompt_tokens" not in values:
-        raise DataError("there are no prompt_tokens: the prompt has images, so its tokens are not in the file.")
+        raise DataError("there are no prompt_tokens: the prompt contains images, so its tokens are not in the file.")
     scope = part_of(values, "scope")
     split, iteration, group, traj = (scope.get(name) for name in ("split", "iteration", "group_idx", "traj_idx"))
     for place, sample in enumerate(as_list(values["samples"], "samples")):
@@ -839,8 +839,8 @@ def rows(row: Fields) -> RawRollouts:
         lacks = [target for target in _PAIRS[1] if target not in names] + lacks
     if lacks:
         raise DefinitionError(
-            f"no field for {' and '.join(lacks)}. {row.describe_row()} Specify it: --field {lacks[0]}=NAME (a "
-            "dotted path selects a nested field); none ignores a field"
+            f"there is no field for {', '.join(lacks)}. {row.describe_row()} Specify it: --field {lacks[0]}=NAME (a "
+            "dotted path selects a nested field; none ignores a field)"
         )
     if talk is not None:
         yield _conversation(row, talk, names)
@@ -917,7 +917,9 @@ def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
 TOOLS: tuple[Tool, ...] = tuple(REGISTERED)
 ROWS = Tool(name="rows", summary="rows with a prompt, a completion and a reward", signature=frozenset(), read=rows)
 NAMES: tuple[str, ...] = ("auto", "jsonl", "rows", *dict.fromkeys(tool.name for tool in TOOLS), "store")
-"""What `--format` takes; `jsonl` is `rows` of a file whose name shows no tool; `store` is what `export` writes."""
+"""The values of `--format`; `jsonl` is `rows` for a file whose name does not identify a tool; `store` is the output of
+`export`.
+"""
 
 
 def is_store_row(row: Row) -> bool:

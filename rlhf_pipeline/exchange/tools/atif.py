@@ -147,26 +147,26 @@ def _parts(steps: Sequence[Row]) -> list[dict[str, Any]]:
         values = {"prompt": DerivedField("steps", talk[:first]), "completion": DerivedField("steps", talk[first:])}
         return [{"made": values, "one_turn": len(talk) == first + 1}]
     if lacking := [place for place in agents if place not in with_ids]:
-        raise DataError(f"steps[{lacking[0]}] was sampled and has no completion_token_ids, which other steps have.")
+        raise DataError(f"steps[{lacking[0]}] was sampled but lacks completion_token_ids, which other steps have.")
     parts: list[dict[str, Any]] = []
     before = 0
     for place in with_ids:
         metrics = part_of(steps[place], "metrics")
         if (steps[place].get("llm_call_count") or 1) > 1:
-            raise DataError(f"steps[{place}] contains several calls of the model, whose tokens cannot be separated.")
+            raise DataError(f"steps[{place}] contains several model calls, whose tokens cannot be separated.")
         prompt = metrics.get("prompt_token_ids")
         if prompt is None:
             raise DataError(
-                f"steps[{place}] has completion_token_ids and no prompt_token_ids, so its prompt is unknown."
+                f"steps[{place}] has completion_token_ids but no prompt_token_ids, so its prompt is unknown."
             )
         prompt = as_ids(prompt, f"steps[{place}].metrics.prompt_token_ids")
         ids = as_ids(metrics["completion_token_ids"], f"steps[{place}].metrics.completion_token_ids")
         more = part_of(metrics, "extra")
         scores, reference = metrics.get("logprobs", more.get("logprobs")), more.get("ref_log_probs")
         if scores is not None and len(as_list(scores, "logprobs")) != len(ids):
-            raise DataError(f"steps[{place}] has {len(ids)} completion_token_ids and {len(scores)} logprobs.")
+            raise DataError(f"steps[{place}] has {len(ids)} completion_token_ids but {len(scores)} logprobs.")
         if reference is not None and len(as_list(reference, "ref_log_probs")) != len(ids):
-            raise DataError(f"steps[{place}] has {len(ids)} completion_token_ids and {len(reference)} ref_log_probs.")
+            raise DataError(f"steps[{place}] has {len(ids)} completion_token_ids but {len(reference)} ref_log_probs.")
         whole = parts[-1] if parts else None
         if whole is None or prompt[: len(whole["tokens"])] != whole["tokens"]:
             whole = {"start": len(prompt), "tokens": [], "mask": [], "scores": [], "reference": [], "texts": []}

@@ -10,7 +10,7 @@ from rlhf_pipeline.exchange.fields import Fields
 from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, RawRollout, Row
 
 RawRollouts = Iterator[RawRollout | None]
-"""None for a part of a row that has nothing that a policy sampled."""
+"""None for a part of a row without tokens that a policy sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,22 +24,23 @@ class Tool:
 
     name: str
     summary: str
-    """What it is, in a few words."""
+    """A short description."""
     signature: frozenset[str]
-    """Fields that the writer puts into every row, and all of which must be there."""
+    """Fields that the writer puts into every row; all of them must be present."""
     lacks: tuple[str, ...] = ()
-    """What the file does not hold."""
+    """The values that the file lacks."""
     read: Callable[[Fields], RawRollouts]
     also: Callable[[Row], bool] = lambda row: True
     """A further condition on a row."""
     first_row_tells: Callable[[Fields], Mapping[str, str]] = lambda fields: {}
     """Returns fields by target that the first row determines for all; raises a DefinitionError that asks for one."""
     unit: Callable[[Fields], str] = lambda fields: ""
-    """Names what the tool writes as one file and writes again after a restart; empty if it only appends."""
+    """Identifies the rows that the tool writes as one file and writes again after a restart; empty if it only appends.
+    """
     grows: bool = False
     """The tool writes one document for each episode, and writes it again after each step: the longer one is newer."""
     repeated_but: str = ""
-    """The tool may write the rows of one file again into the next, and then only this field differs."""
+    """Whether the tool may write the rows of one file again into the next file; then only this field differs."""
 
     def matches(self, row: Row) -> bool:
         """Return True if a row is of this kind."""

@@ -69,7 +69,8 @@ class RecordingWorkflow:
         self.inner, self._recorder, self.temperature = inner, recorder, temperature
         self._id, self._numbers = uuid.uuid4().hex, itertools.count()
         self._open_task: tuple[Any, int, str] | None = None
-        """The task that asks for episodes, the identity of their data, and their group, until the first one begins."""
+        """The task that requests episodes, the identity of their data and their group, until the first episode begins.
+        """
         for base in type(inner).__mro__:
             if base.__name__ == "RolloutWorkflow":
                 base.register(type(self))  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Sequence
 
 _LONGEST = 100
-"""Letters of the name of a reward's part."""
+"""Maximum number of characters in the name of a reward component."""
 
 
 def episode_outcomes(rewards: Sequence[float | None], episodes: Sequence[Hashable | None]) -> list[float | None]:

@@ -36,7 +36,7 @@ FIELDS = [
     *("num_turns", "extra_fields"),
 ]
 _TURNS_OF_ONE_REPLY = 2
-"""What verl counts of a prompt and a reply."""
+"""The number of turns that verl reports for a prompt and a reply."""
 _BASES = {
     "RecordingBuffer": "ReplayBuffer",
     "RecordingBufferAsync": "ReplayBufferAsync",

@@ -32,7 +32,9 @@ from trajectory_store.format import (
 )
 
 BLOCK = 64
-"""Commits per block. The last commit of a block repeats the records of all, so that opening need not read each."""
+"""Commits per block. The last commit of a block repeats the records of all its commits, so that opening need not read
+each.
+"""
 
 LEVEL = 1
 """zstd level of a commit, chosen with benchmarks/bench_store_codec.py."""

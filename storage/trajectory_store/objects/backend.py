@@ -62,11 +62,11 @@ CACHE_BYTES = "TRAJECTORY_STORE_CACHE_BYTES"
 COPY = "zarr.copy"
 """The second copy of the metadata of a segment."""
 MERGING = "merging.json"
-"""What a merged segment will hold: put first, so that of one that was not finished it is known."""
+"""The later content of a merged segment: put first, so that it is known even if the merge does not finish."""
 MOST_COMMITS = 1 << 10
-"""Commits of a segment: reading one by one takes longest, and those of a finished segment are merged."""
+"""Maximum number of commits of a segment: reading commits individually is slow, and a finished segment's are merged."""
 AHEAD = 256
-"""Objects that one `fetch` requests and holds in memory until they are read."""
+"""Number of objects that one `fetch` requests and keeps in memory until they are read."""
 _OLD_S = 60.0
 
 
@@ -539,7 +539,7 @@ class ObjectWriter(SegmentWriter):
         self._name = segment_name(ordinal)
         self._is_finished = False
         self._is_unsynced = False
-        """Whether the last commit was found in a folder and could not be synced."""
+        """Whether the last commit was found in a folder but could not be synced."""
         self._finishing = threading.RLock()
         fork_safety.guard(self, 3, self._finishing)
 

@@ -18,7 +18,7 @@ IN_FLIGHT = 64
 KEYS_PER_REQUEST = 1000
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _NO_BUCKET = "status code: 404"
-"""In the error of a request when there is no such bucket; a missing object gives another error."""
+"""Text in the error of a request if the bucket does not exist; a missing object causes a different error."""
 T = TypeVar("T")
 R = TypeVar("R")
 

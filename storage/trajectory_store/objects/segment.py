@@ -56,9 +56,9 @@ from trajectory_store.schema import Column
 
 ABANDONED_AFTER_S = 3600.0
 FETCHED = 64
-"""Most objects that are requested, or held in memory, at the same time."""
+"""Maximum number of objects that are requested, or kept in memory, at the same time."""
 SMALL = 1 << 14
-"""A commit of up to so many bytes is read with all its arrays: a request for each takes longer."""
+"""A commit of up to this many bytes is read with all its arrays, because a request for each array takes longer."""
 WHOLE = 1 << 40
 """More bytes than any object has."""
 
@@ -150,16 +150,16 @@ class ObjectSegment(Segment):
         self.closed = sealed is not None
         """Whether the writer had synced everything when it ended the segment."""
         self._whole = bucket.costly or meta.kind == "update"
-        """Whether objects are read whole; an update that is damaged anywhere does not count."""
+        """Whether objects are read completely; an update with any damage is not applied."""
         self._edges: Int64Array = np.empty(0, np.int64)
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
         self._complete: set[str] = set()
-        """The arrays of a merged segment that are in cached files as a whole."""
+        """The arrays of a merged segment that are completely in cached files."""
         self._indexes: dict[str, Int64Array] = {}
         self._contents_by_seq: dict[int, tuple[Places, Crcs]] = {}
         self._pages: dict[tuple[str, int], Int64Array] = {}
         self.got: dict[str, bytes] = {}
-        """Objects that were fetched and not used yet."""
+        """Objects that were fetched but not yet used."""
         if sealed is not None:
             ends = tuple(int(sealed["ends"][axis]) for axis in self._axes)
             rows = int(sealed["rows"])

@@ -31,7 +31,7 @@ At 900 tokens per row a batch of 64 random rows reads 2 to 3 bytes for each that
 """
 
 PAGE = 256
-"""Checksums in `checks` that share one in the metadata."""
+"""Number of checksums in `checks` that share one checksum in the metadata."""
 
 SEALED_LEVEL, SHUFFLED_LEVEL = 6, 3
 """zstd levels; the values are written once and read often."""
@@ -39,7 +39,7 @@ SEALED_LEVEL, SHUFFLED_LEVEL = 6, 3
 CHECKS = "checks"
 _EMPTY = (1 << 64) - 1
 _ENTRIES = 32
-"""Entries of an index that are read together."""
+"""Number of entries of an index that are read together."""
 
 
 class Layout(NamedTuple):

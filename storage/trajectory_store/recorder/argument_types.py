@@ -25,7 +25,7 @@ class Array(Scalar, Protocol):
 
 
 Numbers = Sequence[float | Scalar | None] | Array
-"""One number per completion; None where it is unknown."""
+"""One number per completion; None if it is unknown."""
 TokenIds = Sequence[Sequence[int] | Array] | Array
 """Token ids or versions, or a mask, per completion."""
 TokenNumbers = Sequence[Sequence[float | None] | Array | None] | Array

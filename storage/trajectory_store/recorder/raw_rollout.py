@@ -19,21 +19,21 @@ from trajectory_store.errors import BatchError
 from trajectory_store.where import seconds_of
 
 Row = Mapping[str, Any]
-"""One row of a file, as JSON or Arrow gives it."""
+"""One row of a file, as parsed from JSON or Arrow."""
 Messages = Sequence[Mapping[str, Any]]
 
 LARGEST: Final = float(np.finfo(np.float32).max)
 """The largest float32, the type that rewards are stored in."""
 ROUNDING = 1e-4
-"""A log-prob may lie above 0 by this much, where an engine rounds."""
+"""A log-prob may exceed 0 by this much, because engines round."""
 FAILURES = ("timeout", "tool_error", "grader_error", "truncated", "engine")
 CUT = "length"
-"""The reason of an end before the policy's own."""
+"""The finish reason of a completion that was cut off before the policy ended it."""
 UNKNOWN_VERSION = -1
-"""The version of a policy if it is unknown."""
+"""The value of an unknown policy version."""
 _LAST_SECOND = 253_402_300_799
 _BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message, beside its content, of what the policy produced."""
+"""Fields of a message, in addition to its content, that contain output of the policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,45 +44,48 @@ class RawRollout:
     """
 
     prompt: str | Messages = ""
-    """Text or chat messages; empty where only token ids are known."""
+    """Text or chat messages; empty if only token ids are known."""
     completion: str = ""
     prompt_ids: Sequence[int] | None = None
     completion_ids: Sequence[int] | None = None
     completion_mask: Sequence[bool] | None = None
     """Which completion tokens the policy sampled; None for all of them."""
     mask_known: bool = True
-    """False where the completion holds words of an environment and the file does not mark which: it stays out of the
-    loss, and its reward counts for its group."""
+    """False if the completion contains text from an environment that the file does not mark. The completion is then
+    excluded from the loss, but its reward contributes to its group.
+    """
     log_probs: Sequence[float | None] | None = None
-    """Behaviour log-probs, one per completion token; None where unknown."""
+    """Behaviour log-probs, one per completion token; None if unknown."""
     ref_log_probs: Sequence[float | None] | None = None
     reward: float = math.nan
     advantage: float = math.nan
     group: Hashable | None = None
-    """Names the instance of the prompt within its file; None: rows in turn with equal prompts are one."""
+    """Identifies the instance of the prompt within its file; if None, consecutive rows with equal prompts are one
+    instance.
+    """
     one_prompt: bool = True
-    """The members of a named group have one prompt."""
+    """Whether the members of a named group must have the same prompt."""
     by_prompt: bool = False
-    """The group is not named by an id: it is the rows of one prompt, as far as the file shows."""
+    """Whether no id identifies the group: it then consists of the rows of one prompt, as far as the file shows."""
     across_files: bool = False
-    """Members of the group may be in other files, too."""
+    """Whether members of the group may also be in other files."""
     identity: Hashable | None = None
-    """The same in every file that the tool wrote this completion to."""
+    """A value that is equal in every file to which the tool wrote this completion."""
     one_turn: bool = True
-    """False where the completion is text that may hold words of an environment, as far as the file shows."""
+    """False if the completion is text that may contain text from an environment, as far as the file shows."""
     evaluation: bool = False
     policy_version: int = UNKNOWN_VERSION
     temperature: float = math.nan
-    """Of sampling; NaN where the tool does not report it."""
+    """The sampling temperature; NaN if the tool does not report it."""
     log_prob_mode: str = ""
-    """`processed` or `raw`; empty where the tool does not report it."""
+    """`processed` or `raw`; empty if the tool does not report it."""
     finish_reason: str = ""
     failure: str = ""
-    """One of `FAILURES`: its reward is not trusted and not learned from."""
+    """One of `FAILURES`: the reward is not trusted and not learned from."""
     answer: str | None = None
     created_at: float = math.nan
     as_chat: bool = True
-    """A text prompt goes through the tokenizer's chat template, where it has one."""
+    """Whether the tokenizer's chat template, if it has one, is applied to a text prompt."""
     meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Other fields of the row, JSON-ready."""
 
@@ -297,19 +300,19 @@ _FAILED = (
 )
 """Flags of a failure."""
 _CUT = ("truncated", "is_truncated", "overlong", "is_overlong")
-"""Flags of an end that was too early."""
+"""Flags of a completion that ended too early."""
 _STATUS = ("status", "state")
 _STATES = frozenset((
     *("failed", "failure", "error", "errored", "crashed", "timeout", "timed_out", "aborted"),
     *("cancelled", "canceled", "incomplete", "truncated"),
 ))  # fmt: skip
-"""States of `_STATUS` that are failures; any other text there describes the task, and determines nothing."""
+"""States of `_STATUS` that are failures; any other text there describes the task, and has no effect."""
 _EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception|Timeout|Interrupt|Expired)(?::|\(|\Z)")
 """The class of an exception, at the start of its text."""
 _ENDED = {"timeout": "timeout", "timed_out": "timeout"} | dict.fromkeys(
     ("abort", "aborted", "error", "failed", "cancelled", "canceled", "content_filter"), "engine"
 )
-"""Reasons of an end that are failures."""
+"""Finish reasons that are failures."""
 _CUT_OFF = (
     "length",
     "max_tokens",
@@ -444,7 +447,7 @@ VALUES: Mapping[str, Callable[[Any, str], Any]] = {
     "answer": as_answer,
     "created_at": as_time,
 }
-"""How the value of a field becomes what a record has under that name."""
+"""The conversion of a field's value to the value in a record."""
 
 
 def values_of(

@@ -14,7 +14,8 @@ from trajectory_store.schema import Schema
 from trajectory_store.store import TrajectoryStore
 
 SOURCE_BITS = 40
-"""Trajectory and group ids are the number of the source in the store, shifted by this, plus the place in the source."""
+"""Trajectory and group ids are the number of the source in the store, shifted by this, plus the position in the source.
+"""
 NAME = "trajectory_id"
 _LOCK = ".recorder.lock"
 

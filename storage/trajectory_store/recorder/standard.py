@@ -18,7 +18,7 @@ NEWEST_VERSION = Column("newest_policy_version", "int64", fill=-1)
 """Column of the newest version that sampled a token if weights were replaced during sampling; otherwise -1."""
 
 POLICY_DIGEST = Column("policy_digest", "int64", fill=0)
-"""Column of the digest of the published weights that sampled the first token; 0 where none were published."""
+"""Column of the digest of the published weights that sampled the first token; 0 if no weights were published."""
 
 WAITING = Column("waiting", "int64", mutable=True, fill=-1)
 """Column with the state of a row that waits or waited for its group; see `rlhf_pipeline.data.keys.WAITING`."""
@@ -30,11 +30,11 @@ FAILED_MEMBERS = Column("failed_members", "int32", mutable=True, fill=0)
 """Column of the number of members reported failed, on one row of each waiting group."""
 
 INTERNAL = frozenset({SLOT, WAITING.name, FAILED_MEMBERS.name})
-"""Columns that batches hold only on request."""
+"""Columns that batches contain only on request."""
 
 
 TEMPERATURE = Column("temperature", "float32", fill=math.nan)
-"""The temperature of sampling, which that of scoring must equal. Every run that collects has it."""
+"""The sampling temperature, which must equal the temperature of scoring. Every run that collects has this column."""
 
 SAMPLED_BY: tuple[Column, ...] = (
     Column("version_spans", "int64", ragged=True, axis="versions", shape=(2,), fill=0),
@@ -42,8 +42,9 @@ SAMPLED_BY: tuple[Column, ...] = (
     Column("log_prob_mode", "str", fill=""),
     Column("engine", "str", fill=""),
 )
-"""How a trajectory was sampled. A run has these columns where more than its definition decides that: its engine is not
-the slots in its own process, or weights are replaced during sampling."""
+"""How a trajectory was sampled. A run has these columns if its definition alone does not determine this: its engine is
+not the slot engine in its own process, or weights are replaced during sampling.
+"""
 
 FAILURES: tuple[Column, ...] = (
     Column("failure_reason", "str", mutable=True, fill=""),
@@ -51,42 +52,45 @@ FAILURES: tuple[Column, ...] = (
 )
 """Why a trajectory has no reward to learn from. Every run that collects has these columns."""
 SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
-"""Of truncated sampling, see `keys.SUPPORT_LOG_MASS`; only a run that samples so has it."""
+"""See `keys.SUPPORT_LOG_MASS`; only a run with truncated sampling has this column."""
 
 TURNS = Column("turn_spans", "int64", ragged=True, axis="turns", shape=(2,), fill=0)
-"""Of conversations, see `keys.TURN_SPANS`; only a run with an environment has it."""
+"""See `keys.TURN_SPANS`; only a run with an environment has this column."""
 
 TURN_REWARDS = Column("turn_rewards", "float32", ragged=True, axis="policy_turns", fill=math.nan)
-"""See `keys.TURN_REWARDS`; only a run with an environment has it."""
+"""See `keys.TURN_REWARDS`; only a run with an environment has this column."""
 
 TURN_ADVANTAGES = Column("turn_advantages", "float32", ragged=True, mutable=True, axis="policy_turns", fill=math.nan)
-"""See `keys.TURN_ADVANTAGES`; only a run whose estimator compares turns has it."""
+"""See `keys.TURN_ADVANTAGES`; only a run whose estimator compares turns has this column."""
 
 TURN_FIGURES = (TURN_REWARDS, TURN_ADVANTAGES)
-"""What an estimator that compares turns reads and writes."""
+"""The columns that an estimator that compares turns reads and writes."""
 
 EPISODE: tuple[Column, ...] = (
     Column("episode_id", "int64", fill=-1),
     Column("episode_row", "int32", fill=0),
     Column("episode_size", "int32", fill=1),
 )
-"""Which rows are of one conversation: the episode of a row, or -1 where the row is an episode by itself; its position
-in the episode, from 0; and the rows of the episode. Only a store with an episode of several rows has these columns."""
+"""The rows of one conversation: the episode of a row, or -1 if the row is a complete episode; its position in the
+episode, from 0; and the number of rows of the episode. Only a store with an episode of several rows has these columns.
+"""
 
 CURSOR = Column("prompt_cursor", "int64", fill=-1)
-"""Of dynamic sampling, see `keys.PROMPT_CURSOR`; only a run with it has the column."""
+"""See `keys.PROMPT_CURSOR`; only a run with dynamic sampling has this column."""
 
 TOKEN_FIGURES = (
     Column("policy_log_probs", "float32", ragged=True, mutable=True, fill=math.nan),
     Column("entropy", "float32", ragged=True, mutable=True, fill=math.nan),
 )
-"""Of the newest step that used a token, before it; only a run with `learn.keep_token_figures` has them."""
+"""Figures of the newest step that used a token, computed before the step; only a run with `learn.keep_token_figures`
+has these columns.
+"""
 
 EVALUATION = Column("evaluation", "bool", fill=False)
 """Marks the trajectories of an evaluation, which are never learned from."""
 
 SUPERSEDED = Column("superseded", "bool", mutable=True, fill=False)
-"""Marks rows that a newer version replaces, which are never learned from: of files that a tool wrote again."""
+"""Marks rows that a newer version replaces, because a tool wrote their file again. They are never learned from."""
 
 PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,
@@ -105,8 +109,9 @@ column takes no space: a segment has only the columns for which its rows have va
 """
 
 USES = Column("use_count", "int32", mutable=True, fill=0)
-"""How often a `ConsumingSampler` has drawn a trajectory: it adds the column at its first draw. A run's uses are in its
-ledger."""
+"""How often a `ConsumingSampler` has drawn a trajectory. The sampler adds the column at its first draw. The uses of a
+run are in its ledger.
+"""
 
 
 MACHINERY: frozenset[str] = INTERNAL | {

@@ -47,7 +47,7 @@ from trajectory_store.store import TrajectoryStore
 _log = logging.getLogger("trajectory_store")
 _SAMPLED = (TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
 _FURTHER = (*FAILURES, *SAMPLED_BY, EVALUATION, SUPPORT, TURNS, TURN_REWARDS, *EPISODE)
-"""Columns that a store gets when something of them is recorded."""
+"""Columns that are added to a store when a value for one of them is recorded."""
 _ANSWERS = ("answer", "ground_truth", "solution", "target")
 RewardFunction = Callable[..., Any]
 
@@ -109,7 +109,9 @@ class TrajectoryRecorder:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
         self.run_id = run_id
         self.session_id = uuid.uuid4().hex
-        """Unique to this recorder: what adapters name groups under whose trainer counts them from 0 in each process."""
+        """Unique to this recorder. Adapters use it in group names if their trainer numbers groups from 0 in each
+        process.
+        """
         self._further = {column.name: column for column in (*_FURTHER, *columns)}
         self.store = open_or_create(self.path, standard_schema([*FAILURES, *_SAMPLED]), durability)
         self._locks = contextlib.ExitStack()
@@ -120,7 +122,7 @@ class TrajectoryRecorder:
         self._offset = 0
         self._encoder = Encoder(tokenizer)
         self._pending: tuple[Any, dict[int, list[float]]] | None = None
-        """Completions that some functions have not graded yet, and the rewards of those that have."""
+        """Completions that some functions have not graded yet, and the rewards of the functions that have."""
         self._resumed_at: int | None = None
         self._names = RecordedNames()
         self._lock = threading.RLock()

@@ -154,7 +154,7 @@ def test_a_field_that_is_missing_later_is_named(tmp_path: Path, jsonl: Write):
     """A row without a field that the first row has is named with its line."""
     broken = row(1)
     del broken["reward"]
-    with pytest.raises(DefinitionError, match=r":2: no field for reward"):
+    with pytest.raises(DefinitionError, match=r":2: there is no field for reward"):
         import_files([jsonl([row(0), broken])], tmp_path / "store")
 
 
@@ -227,7 +227,7 @@ def test_another_tokenizer_does_not_go_on_with_an_import(tmp_path: Path, jsonl: 
     """A store never holds one file encoded in two ways."""
     rows = [{"prompt": "a", "completion": text, "reward": 1} for text in "bc"]
     import_files([jsonl(rows[:1])], tmp_path / "store", tokenizer=chat_tokenizer)
-    with pytest.raises(DataError, match=r":1: this trajectory is already stored, encoded with another tokenizer"):
+    with pytest.raises(DataError, match=r":1: this trajectory is already stored, encoded with a different tokenizer"):
         import_files([jsonl(rows)], tmp_path / "store", tokenizer=chat_tokenizer, chat_template=False)
     assert num_rows(tmp_path / "store") == 1
 

@@ -66,7 +66,7 @@ def test_folders_patterns_and_archives(tmp_path: Path, jsonl: Write):
     (tmp_path / "cut.zip").write_bytes((tmp_path / "all.zip").read_bytes()[:99])
     with pytest.raises(DataError, match=r"cut\.zip is not a complete zip archive"):
         import_files([tmp_path / "cut.zip"], tmp_path / "none")
-    with pytest.raises(DefinitionError, match=r"metrics\.jsonl: no field for prompt and completion and reward"):
+    with pytest.raises(DefinitionError, match=r"metrics\.jsonl: there is no field for prompt, completion, reward"):
         import_files([tmp_path / "out" / "metrics.jsonl"], tmp_path / "none")
 
 
@@ -112,7 +112,7 @@ def test_what_is_only_looked_at_is_not_asked_for(tmp_path: Path, jsonl: Write, c
     assert "verl.jsonl: for 1 text, the file does not record which parts the policy sampled" in said
     asked = jsonl([{"question": "a", "reply": "b"}], "other.jsonl")
     (tmp_path / "other-store").mkdir()
-    with pytest.raises(DefinitionError, match=r"no field for prompt and completion.*--field prompt=NAME"):
+    with pytest.raises(DefinitionError, match=r"no field for prompt, completion.*--field prompt=NAME"):
         view._imported(asked, tmp_path / "other-store", False, None, {})
     store, _ = view._imported(
         asked, tmp_path / "other-store", False, None, {"prompt": "question", "completion": "reply"}
@@ -234,8 +234,8 @@ def test_agent_trajectories(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (metrics([1], [2], [-1.0, -1.0]), r"steps\[0\] has 1 completion_token_ids and 2 logprobs"),
-        ({"completion_token_ids": [2]}, r"steps\[0\] has completion_token_ids and no prompt_token_ids"),
+        (metrics([1], [2], [-1.0, -1.0]), r"steps\[0\] has 1 completion_token_ids but 2 logprobs"),
+        ({"completion_token_ids": [2]}, r"steps\[0\] has completion_token_ids but no prompt_token_ids"),
     ],
 )
 def test_agent_trajectories_that_cannot_be_right(tmp_path: Path, jsonl: Write, change: dict[str, Any], wanted: str):

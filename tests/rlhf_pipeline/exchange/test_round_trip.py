@@ -232,7 +232,7 @@ def test_an_export_of_another_store_is_refused(tmp_path: Path):
     other = {"trajectory_id": np.arange(6), "input_ids": [[9]] * 6}
     export_store(small(tmp_path / "b", **other), tmp_path / "b.jsonl")
     import_files([tmp_path / "a.jsonl"], tmp_path / "c")
-    with pytest.raises(DataError, match=r"b\.jsonl:1: this trajectory is already in .* with another input_ids"):
+    with pytest.raises(DataError, match=r"b\.jsonl:1: this trajectory is already in .* with a different input_ids"):
         import_files([tmp_path / "b.jsonl"], tmp_path / "c")
 
 

@@ -192,7 +192,7 @@ def test_trl_tables_of_one_generation(tmp_path: Path, chat_tokenizer: Any):
         trl_table(folder, step, generation=0)
     first = import_files([folder], store, tokenizer=chat_tokenizer)
     assert [(file.num_imported, file.num_left_out) for file in first.files] == [(4, 0), (0, 4), (0, 4)]
-    assert first.files[2].about == "the rows of completions_00002.parquet again, skipped"
+    assert first.files[2].about == "repeats the rows of completions_00002.parquet, skipped"
     assert rows_of(store)["policy_version"].tolist() == [0] * 4
     for step in (4, 5, 6):
         trl_table(folder, step, generation=step // 6)  # step 6 learns from another generation
@@ -350,7 +350,7 @@ def test_gsm8k_solutions(tmp_path: Path, gsm8k_dir: Path, tokenizer: Any):
             r"no field for completion\..*The row has: prompt, reward\..*--field completion=",
         ),
         ({"prompt": "a", "completion": "b"}, r"no field for reward"),
-        ({"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5}, r"no column of rewards"),
+        ({"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5}, r"there is no reward column"),
     ],
 )
 def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, Any], wanted: str):

@@ -69,7 +69,7 @@ def test_calls_of_tinker_that_failed_are_left_out(tmp_path: Path, jsonl: Write):
     assert found == [(1.0, 3, "length", 0.5), (0.0, 4, "length", 0.5)]
     image = {key: value for key, value in rows[1].items() if key != "prompt_tokens"}
     file = jsonl([image, rows[1]], "images/sample.jsonl")
-    with pytest.raises(DataError, match=r"sample\.jsonl:1: there are no prompt_tokens: the prompt has images"):
+    with pytest.raises(DataError, match=r"sample\.jsonl:1: there are no prompt_tokens: the prompt contains images"):
         import_files([file], tmp_path / "images")
 
 
@@ -145,7 +145,7 @@ def test_a_training_whose_reward_function_gives_a_reward(tmp_path: Path, jsonl: 
 def test_several_outputs_of_a_session_of_verl_are_refused(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """Only the last of a session is compared with others', which rows of one group do not say."""
     rows = [generation("2", 1.0, uid="a_0_0"), generation("3", 1.0, uid="a_0_1") | {"input": "1+1 and 2"}]
-    with pytest.raises(DataError, match=r"5\.jsonl:2: the group of this trajectory has another prompt"):
+    with pytest.raises(DataError, match=r"5\.jsonl:2: the group of this trajectory has a different prompt"):
         import_files([jsonl(rows, "5.jsonl")], tmp_path / "store", tokenizer=tokenizer, one_turn=True)
 
 
@@ -232,7 +232,7 @@ def test_agents_that_an_agent_called_are_compared_with_each_other(tmp_path: Path
 def test_a_table_of_openrlhf_has_no_prompts(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """OpenRLHF 0.11 writes one table, of W&B: prompt and response in one text."""
     file = jsonl([{"global_step": 1, "text": "1+1=2", "reward": 1.0}] * 2)
-    with pytest.raises(DefinitionError, match=r"no field for prompt and completion.*global_step, reward, text"):
+    with pytest.raises(DefinitionError, match=r"no field for prompt, completion.*global_step, reward, text"):
         import_files([file], tmp_path / "store", tokenizer=tokenizer)
 
 
