@@ -22,7 +22,7 @@ __all__ = [
     "GroupAdvantage",
     "NamedRewards",
     "Returns",
-    "checked_estimator",
+    "check_estimator",
     "estimator_of",
     "group_advantage",
     "penalty_rounding",
@@ -184,7 +184,7 @@ def _without_spread(values: torch.Tensor, index: torch.Tensor, groups: int, reso
 def group_advantage(
     returns: torch.Tensor,
     group_ids: torch.Tensor,
-    estimator: str | EstimatorFunction = "grpo",
+    estimator: str | EstimatorFunction | EstimatorEntry = "grpo",
     *,
     lengths: torch.Tensor | None = None,
     task_rewards: torch.Tensor | None = None,
@@ -222,7 +222,7 @@ def group_advantage(
     Args:
         returns: [N], float or integer.
         group_ids: int64 [N], any numbers.
-        estimator: one of `ESTIMATORS`, or an `EstimatorFunction`.
+        estimator: one of `ESTIMATORS`, an `EstimatorFunction`, or the entry of one.
         lengths: [N], the number of assistant tokens of each trajectory; only `opo` needs it.
         task_rewards: [N], the rewards without the penalty; used together with `rounding`.
         rounding: [N], the bound on each return's rounding error; see `penalty_rounding`.
@@ -362,8 +362,10 @@ BATCH_ESTIMATORS: Final = tuple(name for name, entry in ESTIMATORS.items() if en
 """Estimators that divide by the spread of a whole batch, so the caller must define the batch."""
 
 
-def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
+def estimator_of(estimator: str | EstimatorFunction | EstimatorEntry) -> EstimatorEntry:
     """Return the entry of an estimator."""
+    if isinstance(estimator, EstimatorEntry):
+        return estimator
     if callable(estimator):
         return EstimatorEntry(lambda returns: _of_function(estimator, returns), by_reward=bool(_asks_for(estimator)))
     if estimator not in ESTIMATORS:
@@ -371,12 +373,10 @@ def estimator_of(estimator: str | EstimatorFunction) -> EstimatorEntry:
     return ESTIMATORS[estimator]
 
 
-def checked_estimator(
-    estimator: str | EstimatorFunction, rewards: Mapping[str, float] | None = None
-) -> str | EstimatorFunction:
-    """Return an estimator; a custom function is tried on two groups first, with these names and weights."""
+def check_estimator(estimator: str | EstimatorFunction, rewards: Mapping[str, float] | None = None) -> None:
+    """Try a custom estimator on two groups, with these names and weights of rewards."""
     if isinstance(estimator, str):
-        return estimator
+        return
     returns, lengths = torch.tensor([0.0, 1.0, 3.0, 2.0, 4.0]), torch.tensor([3, 1, 2, 5, 4])
     components = None
     if rewards:
@@ -388,7 +388,6 @@ def checked_estimator(
     )
     with tried(f"write.estimator {function_name(estimator)}", f"groups of 3 and 2. {contract}"):
         group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths, named=components)
-    return estimator
 
 
 def _asks_for(estimator: EstimatorFunction) -> tuple[str, ...]:

@@ -594,7 +594,7 @@ class _FusedTokenLoss(torch.autograd.Function):
                     _entropy_from_product(head, x_CV, part, product_CH, log_probs[part], entropy_C)
             collected = head.gradients()
         ctx.collected = collected if any(needs) else None
-        ctx.settings, ctx.objective = settings, objective
+        ctx.settings, ctx.token_objective = settings, objective
         ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, *rows)
         ctx.mark_non_differentiable(log_probs, entropy)
         ctx.set_materialize_grads(False)
@@ -619,7 +619,7 @@ class _FusedTokenLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             lp, entropy_leaf = _leaf(log_probs), _leaf(entropy) if entropy_gradient else None
             with torch.enable_grad():
-                sums = [term.sum() for term in ctx.objective(lp, entropy_leaf, *rows)]
+                sums = [term.sum() for term in ctx.token_objective(lp, entropy_leaf, *rows)]
                 scaled = [s * g for s, g in zip(sums, term_grads, strict=True) if g is not None]
             g, e = _gradients(scaled, lp, entropy_leaf)
             out = head_backward(

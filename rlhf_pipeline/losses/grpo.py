@@ -23,7 +23,7 @@ from rlhf_pipeline.functional.aggregation import token_weights
 from rlhf_pipeline.functional.diagnostics import ess_from_sums, row_mean, sequence_weight_sums, weight_sums
 from rlhf_pipeline.functional.head import fused_token_loss, token_log_probs
 from rlhf_pipeline.functional.kl import kl_loss
-from rlhf_pipeline.functional.objectives import PolicyTokens, objective_of
+from rlhf_pipeline.functional.objectives import PolicyTokens
 from rlhf_pipeline.functional.token_choice import clip_cov_mask, top_entropy_mask
 from rlhf_pipeline.losses.actors import Actor, HeadRows, Scores, adapt_actor
 from rlhf_pipeline.losses.loss_batch import LossBatch, read_batch
@@ -272,7 +272,7 @@ class GRPOLoss(LossModule):
         if name in KEYWORDS:
             name, value = "settings", changed(self.settings, {name: value})
         if name == "settings":
-            self._objective, self._adapter = objective_of(value.objective), None
+            self._objective, self._adapter = value.checked_objective(), None
             self._is_token_level, self._active_terms = value.is_token_level, value.active_terms
         super().__setattr__(name, value)
 

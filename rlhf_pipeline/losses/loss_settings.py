@@ -10,7 +10,7 @@ from rlhf_pipeline.config import GRPO
 from rlhf_pipeline.data.padding import Side
 from rlhf_pipeline.errors import DefinitionError, refuse_unknown
 from rlhf_pipeline.functional.aggregation import canonical_aggregation
-from rlhf_pipeline.functional.objectives import OBJECTIVES
+from rlhf_pipeline.functional.objectives import OBJECTIVES, ObjectiveEntry, objective_of
 from rlhf_pipeline.losses.loss_batch import MaskingStrategy
 from rlhf_pipeline.settings import extended, setting, settings_of
 
@@ -68,6 +68,10 @@ class LossSettings(GRPO):
     )
     chunk_size: int | None = setting(None, min=1, help="Rows per chunk of the head; None is chosen by its size.")
     padding_side: Side = setting("right", help="The side on which all ragged leaves are padded.")
+
+    def checked_objective(self) -> ObjectiveEntry:
+        """Return the entry of the objective; a custom function is tried on six tokens first."""
+        return objective_of(self.objective)
 
     @property
     def is_token_level(self) -> bool:

@@ -32,7 +32,6 @@ from rlhf_pipeline.config import Pipeline, TinyPolicy, WritePath
 from rlhf_pipeline.data.prompts import Mix, skips_too_long
 from rlhf_pipeline.data.rewards import as_column
 from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.functional.advantage import estimator_of
 from rlhf_pipeline.learner.learner import Learner
 from rlhf_pipeline.learner.lora import AdaptersOff, add_adapters
 from rlhf_pipeline.learner.reference import MovingReference
@@ -50,6 +49,7 @@ from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.prompt_lengths import check_prompts, fitting
 from rlhf_pipeline.run.record import Setup
 from rlhf_pipeline.run.template_check import template_notices
+from rlhf_pipeline.transforms.advantage_settings import estimator_entry
 from rlhf_pipeline.transforms.kl_controllers import AdaptiveKLController
 from rlhf_pipeline.transforms.kl_reward import KLReward
 from rlhf_pipeline.transforms.mc_advantage import MCAdvantage
@@ -260,7 +260,7 @@ def build_parts(
         pipeline.collect.group_size,
         settings=pipeline.write,
         rewards=pipeline.reward_weights,
-        batch_groups=pipeline.collect.prompts_per_rollout if estimator_of(pipeline.write.estimator).by_batch else None,
+        batch_groups=pipeline.collect.prompts_per_rollout if estimator_entry(pipeline.write).by_batch else None,
         scored_in=models.policy.head_weight.dtype,
     )
     kl_reward = _kl_reward(pipeline.write)
@@ -346,7 +346,7 @@ def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
     turns = ()
     if pipeline.environment is not None:
         turns = (TURNS, TURN_REWARDS, *map(turn_reward, filter(None, map(as_column, pipeline.environment_rewards))))
-        turns += (TURN_ADVANTAGES,) if estimator_of(pipeline.write.estimator).by_turn else ()
+        turns += (TURN_ADVANTAGES,) if estimator_entry(pipeline.write).by_turn else ()
     cursor = (CURSOR,) if collect.dynamic > 1 else ()
     return (
         *sampled_by,

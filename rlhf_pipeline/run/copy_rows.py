@@ -42,12 +42,12 @@ from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import (
     NamedRewards,
-    estimator_of,
     group_advantage,
 )
 from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.run.events import EventHandler, notify
 from rlhf_pipeline.run.selection import Choice, Limits, check_vocabulary, open_sources
+from rlhf_pipeline.transforms.advantage_settings import estimator_entry
 from rlhf_pipeline.transforms.base import score
 from rlhf_pipeline.transforms.groups import graded_groups, scores_of
 from rlhf_pipeline.transforms.kl_reward import KLReward
@@ -141,7 +141,7 @@ class Gatherer:
         self.target = target
         self.limits = limits
         self.on_event = on_event
-        self._entry = estimator_of(pipeline.write.estimator)
+        self._entry = estimator_entry(pipeline.write)
 
     def run(self, stop: Callable[[], bool]) -> GatherCounts | None:
         """Gather what is still missing."""
@@ -179,7 +179,7 @@ class Gatherer:
         normalised = group_advantage(
             returns,
             groups,
-            self.pipeline.write.estimator,
+            self._entry,
             task_rewards=torch.zeros_like(returns),
             rounding=rounding,
             named=self._named_rewards({name: self.target.read_scalars(name, ids) for name in self._reward_columns()}),

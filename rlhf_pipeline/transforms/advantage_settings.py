@@ -11,10 +11,15 @@ import torch
 
 from rlhf_pipeline.config import WritePath
 from rlhf_pipeline.data.keys import ADVANTAGE, DONE, REWARD, Key
-from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS
+from rlhf_pipeline.functional.advantage import BATCH_ESTIMATORS, EstimatorEntry, check_estimator, estimator_of
 from rlhf_pipeline.settings import setting
 
-__all__ = ["AdvantageSettings"]
+__all__ = ["AdvantageSettings", "estimator_entry"]
+
+
+def estimator_entry(settings: WritePath) -> EstimatorEntry:
+    """Return what the estimator of a definition needs, and its function."""
+    return estimator_of(settings.estimator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +78,11 @@ class AdvantageSettings(WritePath):
         "`gdpo` and functions that ask for them take these. Without names the return is the only one.",
     )
 
+    def checked_estimator(self) -> EstimatorEntry:
+        """Return the entry of the estimator; a custom function is tried on two groups first."""
+        check_estimator(self.estimator, self.rewards)
+        return estimator_entry(self)
+
     @property
     def reads_steps(self) -> bool:
         """Whether the return is not the sum of the rewards, so that it needs the reward of each step."""
@@ -91,7 +101,7 @@ class AdvantageSettings(WritePath):
                 f"keep_return_bounds is {bounds}; it must be an increasing pair.",
             ),
             (
-                (self.batch_groups is not None) == (self.estimator in BATCH_ESTIMATORS),
+                (self.batch_groups is not None) == estimator_entry(self).by_batch,
                 f"estimator is {self.estimator!r} and batch_groups {self.batch_groups}: "
                 f"{', '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, the "
                 "number of groups in a batch, for example of a rollout; the others do not use it.",

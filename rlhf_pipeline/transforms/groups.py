@@ -48,13 +48,12 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.functional.advantage import (
     FLOAT32_RESOLUTION,
     NamedRewards,
-    estimator_of,
     group_advantage,
     penalty_rounding,
     turn_advantage,
     whitened_step_rewards,
 )
-from rlhf_pipeline.transforms.advantage_settings import AdvantageSettings
+from rlhf_pipeline.transforms.advantage_settings import AdvantageSettings, estimator_entry
 from rlhf_pipeline.transforms.base import outcomes
 from trajectory_store import BufferPool
 
@@ -112,7 +111,7 @@ class GroupQueue:
 
     def __init__(self, settings: AdvantageSettings, stats: dict[str, float]) -> None:
         self.settings = settings
-        self.entry = estimator_of(settings.estimator)
+        self.entry = estimator_entry(settings)
         self.fewest = settings.min_group_size or settings.grpo_size
         """The members with which a group may close after its timeout."""
         self.stats = stats
@@ -531,7 +530,7 @@ def graded_groups(
         turns: the rewards of each trajectory's turns, for an estimator that compares turns.
         named_rewards: the rewards one by one, for an estimator that takes them.
     """
-    finite = scores.returns.isfinite()
+    finite, entry = scores.returns.isfinite(), estimator_entry(settings)
     if batches is None and bool(finite.all()):
         parts: list[Any] = [slice(None)]
     else:
@@ -543,7 +542,7 @@ def graded_groups(
         advantages[part], degenerate[part] = group_advantage(
             returns,
             codes[part],
-            settings.estimator,
+            entry,
             lengths=lengths,
             named=None if named_rewards is None else named_rewards.take(part),
             resolution=FLOAT32_RESOLUTION,

@@ -58,10 +58,6 @@ from rlhf_pipeline.errors import (
     PromptTypeError,
     refuse_unknown,
 )
-from rlhf_pipeline.functional.advantage import (
-    checked_estimator,
-    estimator_of,
-)
 from rlhf_pipeline.settings import extended, lists_settings, settings_of
 from rlhf_pipeline.transforms.advantage_settings import AdvantageSettings
 from rlhf_pipeline.transforms.groups import (
@@ -199,8 +195,7 @@ class MCAdvantage(Transform):
             verbose=verbose,
             **{name: keywords[name] for name in keywords if name not in unknown},
         )
-        checked_estimator(settings.estimator, settings.rewards)
-        self._entry = estimator_of(settings.estimator)
+        self._entry = settings.checked_estimator()
         prompts = _PROMPT_KEYS if prompt_key is None else (prompt_key,)
         self._identities: list[Key] = [GROUP_ID, *prompts] if settings.group_key is None else [settings.group_key]
         self.in_keys = [key for key in (settings.group_key, prompt_key, rewards_key, done_key) if key is not None]
@@ -359,7 +354,7 @@ class MCAdvantage(Transform):
         """Give members the rewards of their turns."""
         if not isinstance(turns, Flat):
             raise MissingKeyError(
-                f"estimator {self.settings.estimator!r} compares turns, but the batch has no {TURN_REWARDS!r}, a "
+                f"the estimator compares turns, but the batch has no {TURN_REWARDS!r}, a "
                 "number for each turn of the policy. Add it, or use estimator='grpo'."
             )
         rows = turns.values if turns.lengths is None else turns.values.split(turns.lengths.tolist())

@@ -20,12 +20,6 @@ KL = {"kl_coef", "kl_target", "kl_horizon"}
 
 SETTINGS = [item.name for kind in (GRPO, WritePath) for item in settings_of(kind) if item.name not in KL]
 
-MORE_FILES = {
-    "objective": 6,  # may be a function, whose code is recorded; also a parameter of the fused head, and of CISPOLoss
-    "estimator": 7,  # may be a function, whose code is recorded and which is tried; runs without a buffer grade with it
-}
-"""Settings that more than four files name, with the reason."""
-
 
 def name_of(node: ast.AST) -> str | None:
     """Return the setting that a node may name: an attribute, a keyword, a declaration or a text (`loss.clip_cov`)."""
@@ -50,7 +44,7 @@ def test_a_setting_is_named_in_few_files(name: str):
     """In four at most: where it is declared, where it acts, and two others."""
     files = [file for file, names in names_by_file().items() if name in names]
     assert str(PACKAGE / "config.py") in files
-    assert len(files) <= MORE_FILES.get(name, 4), files
+    assert len(files) <= 4, files
 
 
 @pytest.mark.parametrize(("kind", "most"), [(GRPOLoss, 3), (MCAdvantage, 7), (GroupQueue, 2)])

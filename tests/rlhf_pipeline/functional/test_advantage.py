@@ -15,7 +15,7 @@ from rlhf_pipeline.errors import DefinitionError
 from rlhf_pipeline.functional.advantage import (
     ESTIMATORS,
     NamedRewards,
-    checked_estimator,
+    check_estimator,
     estimator_of,
     group_advantage,
     penalty_rounding,
@@ -320,14 +320,14 @@ def test_a_function_is_tried_before_a_run_uses_it():
         seen.append((tuple(rewards.shape), names, weights, len(groups.unique()), tuple(lengths.shape)))
         return (rewards * torch.tensor(weights)).sum(1)
 
-    assert checked_estimator(weighed, {"right": 1.0, "short": 0.5}) is weighed
+    check_estimator(weighed, {"right": 1.0, "short": 0.5})
     assert seen == [((5, 2), ("right", "short"), (1.0, 0.5), 2, (5,))]
-    assert checked_estimator("grpo", {"right": 1.0}) == "grpo"
-    assert checked_estimator(median_baseline) is median_baseline
+    check_estimator("grpo", {"right": 1.0})
+    check_estimator(median_baseline)
     with pytest.raises(DefinitionError, match=r"(?s)write.estimator .*groups of 3 and 2. It takes returns \[N\]"):
-        checked_estimator(lambda returns, groups, lengths: returns.tolist()[7])
+        check_estimator(lambda returns, groups, lengths: returns.tolist()[7])
     with pytest.raises(DefinitionError, match=r"returned list; it must return a tensor \[5\]"):
-        checked_estimator(lambda returns, groups, lengths: returns.tolist())
+        check_estimator(lambda returns, groups, lengths: returns.tolist())
 
 
 def test_who_takes_rewards_one_by_one():
@@ -338,6 +338,8 @@ def test_who_takes_rewards_one_by_one():
     assert not estimator_of(median_baseline).by_reward
     no_signature = type("Own", (), {"__signature__": 3, "__call__": lambda self, r, groups, lengths: r - r.mean()})()
     assert not estimator_of(no_signature).by_reward
+    entry = estimator_of("grpo")
+    assert estimator_of(entry) is entry
     found = group_advantage(torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), no_signature)
     assert found.advantages.tolist() == [-1.0, 1.0]
 
