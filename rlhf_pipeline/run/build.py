@@ -39,7 +39,7 @@ from rlhf_pipeline.losses.grpo import GRPOLoss
 from rlhf_pipeline.policies.model_source import template_text
 from rlhf_pipeline.policies.new_model import scratch_model
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.address import Address, is_url
+from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.bound_rewards import bound_rewards
 from rlhf_pipeline.run.completeness import is_free
 from rlhf_pipeline.run.engines import HandOver
@@ -328,7 +328,7 @@ def open_storage(
     return TrajectoryStorage(
         run.store_path,
         max_size=max_size,
-        backend="zarr" if is_url(run.store_path) else pipeline.buffer.backend,
+        backend=run.place.backend(pipeline.buffer.backend),
         durability=pipeline.buffer.durability,
         schema=schema,
         extra=_extra_columns(pipeline, whole=schema is None),

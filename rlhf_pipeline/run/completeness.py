@@ -38,12 +38,7 @@ _FOLDERS: Final = (
 
 def is_free(run: RunFolder) -> bool:
     """Whether a new run may be made here: the place is empty, or holds only what a failed start left."""
-    if run.place.is_remote:
-        return not run.record.exists or came_to_nothing(run)
-    blank = not run.path.exists() or (
-        run.path.is_dir() and {path.name for path in run.path.iterdir()} <= _BEFORE_THE_RECORD
-    )
-    return blank or came_to_nothing(run)
+    return run.place.is_blank(_BEFORE_THE_RECORD) or came_to_nothing(run)
 
 
 def came_to_nothing(run: RunFolder) -> bool:
@@ -55,7 +50,7 @@ def came_to_nothing(run: RunFolder) -> bool:
     # Imported only where a store is opened: NumPy takes longer to import than the rest of a command takes.
     from trajectory_store import StoreError, StoreNotFoundError, TrajectoryStore
 
-    for name in (filenames.STORE,) if run.place.is_remote else (filenames.STORE, filenames.ROLLOUTS):
+    for name in run.place.stores:
         try:
             with TrajectoryStore.open(below(run.address, name)) as store:
                 if store.watermark:
@@ -133,7 +128,7 @@ def _missing_rows(run: RunFolder, name: str, counted: int, what: str) -> Iterato
     """Yield a problem if a store of the run is missing, or has seen less than the run had stored."""
     from trajectory_store import StoreError, TrajectoryStore
 
-    if run.place.is_remote and name == filenames.ROLLOUTS:  # not a store: one object each
+    if name not in run.place.stores:
         return
     try:
         with TrajectoryStore.open(below(run.address, name)) as store:

@@ -27,7 +27,6 @@ from rlhf_pipeline.config import EVALUATION_FIGURES, Evaluate, Pipeline, decidin
 from rlhf_pipeline.data.prompts import Prompt, PromptSource, prompt_at, template_options, through_template
 from rlhf_pipeline.errors import DefinitionError, did_you_mean
 from rlhf_pipeline.policies.token_policy import TokenPolicy
-from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.bound_rewards import bound_rewards
 from rlhf_pipeline.run.engines import HandOver
 from rlhf_pipeline.run.evaluation_rows import (
@@ -94,7 +93,7 @@ def evaluation_storage(run: RunFolder, pipeline: Pipeline, name: str) -> Traject
     path = evaluation_store(run, pipeline, pipeline.evaluations[name], name)
     return TrajectoryStorage(
         path if isinstance(path, str) else str(path),
-        backend="zarr" if is_url(path) else pipeline.buffer.backend,
+        backend=run.place.backend(pipeline.buffer.backend),
         durability=pipeline.buffer.durability,
         extra=[
             *FAILURES,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.processes.heartbeat import is_alive, read_heartbeat
 from rlhf_pipeline.run.rows import StepRows
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims
+    from rlhf_pipeline.run.processes.rollouts import Rollouts
 
 T = TypeVar("T")
 
@@ -19,6 +23,8 @@ class LocalPlace:
 
     patience_s = 0.1
     is_remote = False
+    stores: Final = (filenames.STORE, filenames.ROLLOUTS)
+    """The parts of a run that are stores of rows."""
 
     def __init__(self, path: Path) -> None:
         self.address = self.root = path
@@ -42,6 +48,15 @@ class LocalPlace:
     def outline(self, name: str) -> None:
         """All folders are here."""
 
+    def is_blank(self, ignored: Container[str]) -> bool:
+        """Return whether there is nothing here but files and folders of these names."""
+        root = self.root
+        return not root.exists() or (root.is_dir() and all(path.name in ignored for path in root.iterdir()))
+
+    def backend(self, setting: Literal["memmap", "zarr"]) -> Literal["memmap", "zarr"]:
+        """Return the medium of new stores: that of the definition."""
+        return setting
+
     def has(self, name: str) -> bool:
         """Return whether there is a file or folder of this name."""
         return (self.root / name).exists()
@@ -55,6 +70,24 @@ class LocalPlace:
 
     def write_rows(self) -> None:
         """The folder's lock keeps other writers away."""
+
+    def make_rollouts(self, *, durability: Any) -> None:
+        """Make the store of rollouts, unless it exists."""
+        from rlhf_pipeline.run.processes.rollouts import make_rollouts  # needs NumPy, which other commands do not
+
+        make_rollouts(self.root / filenames.ROLLOUTS, durability=durability)
+
+    def rollouts(self, *, adds: bool = False) -> Rollouts:
+        """Return the stored rollouts of the run."""
+        from rlhf_pipeline.run.processes.rollouts import FolderRollouts
+
+        return FolderRollouts(self.root / filenames.ROLLOUTS, adds=adds)
+
+    def claims(self, name: str, work: ClaimableWork, store: object) -> Claims:
+        """Return a collector's claims on work."""
+        from rlhf_pipeline.run.processes.claims import FolderClaims
+
+        return FolderClaims(self, name, work)
 
     def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """The lock of the name is enough on one machine."""
@@ -71,6 +104,9 @@ class LocalPlace:
     def heartbeat_of(self, name: str) -> dict[str, Any]:
         """Return the last report of a process; empty if there is none."""
         return read_heartbeat(self.root / filenames.PROCESSES, name)
+
+    def remove_copy(self, folder: Path) -> None:
+        """The folder is no copy."""
 
     def traffic(self, store: object) -> Mapping[str, int]:
         """Nothing is sent."""

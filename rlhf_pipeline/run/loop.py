@@ -15,7 +15,6 @@ import torch
 
 from rlhf_pipeline.errors import DataError, RunStorageError, StopAskedError
 from rlhf_pipeline.learner.learner import Learner
-from rlhf_pipeline.run.address import is_url
 from rlhf_pipeline.run.checkpoint import (
     CheckpointWriter,
     checkpoint_path,
@@ -192,9 +191,8 @@ class Loop:
         if state["source"]:  # else the checkpoint is another run's, with which this one begins
             self.source.load_state(state["source"])
         self._begun = self._saved = self.progress.step
-        if not is_url(self.folder.address):  # an object is checked when it is read
-            self.folder.ledger.recheck()
-            self.metrics.recheck()
+        self.folder.ledger.recheck()
+        self.metrics.recheck()
         problem = self.folder.lines_problem(self.progress.step, state.get("lines", {}))
         if problem is not None:
             raise DataError(f"the checkpoint {newest} does not match its run: {problem}. {RESTORE}")

@@ -23,15 +23,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.heartbeat import holder
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet
-from rlhf_pipeline.run.processes.weights import Published
 from trajectory_store.locks import locked
 from trajectory_store.new_files import write_atomically
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.local_place import LocalPlace
+    from rlhf_pipeline.run.processes.weights import Published
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,10 +186,10 @@ class Claims(ABC):
 class FolderClaims(Claims):
     """Claims of a run in a folder."""
 
-    def __init__(self, run: RunFolder, name: str, work: ClaimableWork) -> None:
+    def __init__(self, place: LocalPlace, name: str, work: ClaimableWork) -> None:
         super().__init__(name, work)
-        self._run = run
-        self._folder = run.path / work.place
+        self._place = place
+        self._folder = place.root / work.place
         self._folder.mkdir(parents=True, exist_ok=True)
         self._note = self._folder / f"{name}.json"
 
@@ -219,7 +221,8 @@ class FolderClaims(Claims):
         for file in self._folder.glob("*.json"):
             with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
                 note = json.loads(file.read_bytes())
-                if note["pid"] == holder(self._run.processes, file.stem) and self._run.place.is_alive(file.stem):
+                processes = self._place.root / filenames.PROCESSES
+                if note["pid"] == holder(processes, file.stem) and self._place.is_alive(file.stem):
                     versions[note["rollout"]] = note["version"]
         return versions
 

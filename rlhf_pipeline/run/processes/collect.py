@@ -21,14 +21,13 @@ from rlhf_pipeline.run.build import Parts, build_parts, checked_models
 from rlhf_pipeline.run.engines import chosen_engine, own_slots
 from rlhf_pipeline.run.evaluation import Evaluator, open_evaluator
 from rlhf_pipeline.run.events import CollectorFinished, EventHandler, RolloutDone, ignore_events, notify
-from rlhf_pipeline.run.files import remove_folder
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.freed_memory import FreedMemory
 from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FreeRollouts, RequestedEvaluations, StalenessLimit
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, Pause
 from rlhf_pipeline.run.processes.rollouts import Rollouts, StoredRollout
-from rlhf_pipeline.run.processes.run_files import at_work, open_claims, open_rollouts, shared_run
+from rlhf_pipeline.run.processes.run_files import at_work, shared_run
 from rlhf_pipeline.run.processes.weights import Published, read_published, weights_folder, weights_problem
 from rlhf_pipeline.run.prompt_lengths import sampling_notices
 from rlhf_pipeline.run.run import Run
@@ -78,7 +77,7 @@ def collect(
         with (
             chosen_engine(pipeline, models.policy, run=run, device=job.device),
             build_parts(pipeline, models, run=run, seed=seed, learns=False) as parts,
-            open_rollouts(run, adds=True) as rollouts,
+            run.place.rollouts(adds=True) as rollouts,
             ExitStack() as resources,
         ):
             with own_slots(pipeline, models.policy):
@@ -87,7 +86,7 @@ def collect(
                 )
 
             def claims(work: ClaimableWork, store: TrajectoryStore) -> Claims:
-                return resources.enter_context(closing(open_claims(run, heartbeat.name, work, store)))
+                return resources.enter_context(closing(run.place.claims(heartbeat.name, work, store)))
 
             flow = StalenessLimit(
                 steps_per_rollout=pipeline.learn.steps_per_rollout, max_staleness=pipeline.max_staleness
@@ -297,5 +296,5 @@ def load_policy(policy: TokenPolicy, run: RunFolder, published: Published) -> No
         )
     policy.engine.load_weights(folder, published.version)
     for older in sorted(folder.parent.glob("version-*"))[:-_COPIES]:
-        if older != folder and run.place.is_remote:  # it is a copy
-            remove_folder(older)
+        if older != folder:
+            run.place.remove_copy(older)

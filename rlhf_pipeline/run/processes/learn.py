@@ -12,7 +12,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.log_file import write_log
 from rlhf_pipeline.run.loop import Loop, Reason
 from rlhf_pipeline.run.processes.remote_evaluations import RemoteEvaluations, open_awaited
-from rlhf_pipeline.run.processes.run_files import at_work, open_rollouts, shared_run
+from rlhf_pipeline.run.processes.run_files import at_work, shared_run
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_problem
 from rlhf_pipeline.run.rows import Row
 from rlhf_pipeline.run.run import Run
@@ -51,7 +51,7 @@ def learn(job: Run, *, parent: int | None = None, on_event: EventHandler = ignor
         models = replace(checked_models(job, run, on_event), reference=None)
         with (
             build_parts(pipeline, models, run=run, seed=job.seed) as parts,
-            open_rollouts(run) as rollouts,
+            run.place.rollouts() as rollouts,
             open_awaited(pipeline, models.policy, run=run, heartbeat=heartbeat, on_event=on_event) as evaluations,
         ):
             source = ArrivedRollouts(pipeline, parts, rollouts, run, heartbeat, on_event)

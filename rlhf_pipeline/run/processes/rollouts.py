@@ -128,9 +128,9 @@ class Rollouts(ABC):
 class FolderRollouts(Rollouts):
     """The rollouts of a run in a folder: rows of a separate store, in the order of arrival."""
 
-    def __init__(self, store: TrajectoryStore) -> None:
-        self._store = store
-        self._new = NewIds(store)
+    def __init__(self, folder: Path, *, adds: bool = False) -> None:
+        self._store = TrajectoryStore.open(folder, "a" if adds else "r")
+        self._new = NewIds(self._store)
         self._row_ids: dict[int, int] = {}
         """Row ids of rollouts that were returned and are not known yet."""
 

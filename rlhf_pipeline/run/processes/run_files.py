@@ -20,12 +20,9 @@ from rlhf_pipeline.run.continuation import (
 from rlhf_pipeline.run.disk import named_disk_errors
 from rlhf_pipeline.run.events import EventHandler, notify
 from rlhf_pipeline.run.folder import RunFolder
-from rlhf_pipeline.run.local_place import LocalPlace
-from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims, FolderClaims
 from rlhf_pipeline.run.processes.heartbeat import Heartbeat, process_lock
-from rlhf_pipeline.run.processes.rollouts import FolderRollouts, Rollouts, make_rollouts
 from rlhf_pipeline.run.record import Setup
-from trajectory_store import StoreError, TrajectoryStore
+from trajectory_store import StoreError
 from trajectory_store.locks import locked
 
 ALONE_S: Final = 30.0
@@ -119,12 +116,7 @@ def _make_stores(folder: RunFolder, pipeline: Pipeline) -> None:
     from rlhf_pipeline.run.build import open_storage  # needs torch, which a supervisor does not import
     from rlhf_pipeline.run.evaluation import evaluation_storage
 
-    if isinstance(folder.place, LocalPlace):
-        make_rollouts(folder.rollouts, durability=pipeline.buffer.durability)
-    else:
-        from rlhf_pipeline.run.remote.rollouts import BucketRollouts
-
-        BucketRollouts.begin(folder.place.bucket)
+    folder.place.make_rollouts(durability=pipeline.buffer.durability)
     for name in pipeline.evaluations:
         evaluation_storage(folder, pipeline, name).close()
     # Last: a store of trajectories without `rollouts` marks a run in one process.
@@ -136,21 +128,3 @@ def report_if_alone(run: RunFolder, what: str, on_event: EventHandler) -> None:
     if not run.place.living() - {"learner", "supervisor"}:
         command = f"rlhf-pipeline collect --run {typed(run.address)}"
         notify(on_event, f"the learner waits for {what}, but no collector is alive. Start one: {command}")
-
-
-def open_rollouts(run: RunFolder, *, adds: bool = False) -> Rollouts:
-    """Return the stored rollouts of a run."""
-    if isinstance(run.place, LocalPlace):
-        return FolderRollouts(TrajectoryStore.open(run.rollouts, "a" if adds else "r"))
-    from rlhf_pipeline.run.remote.rollouts import BucketRollouts
-
-    return BucketRollouts(run.place.bucket)
-
-
-def open_claims(run: RunFolder, name: str, work: ClaimableWork, store: TrajectoryStore) -> Claims:
-    """Return a collector's claims on work."""
-    if isinstance(run.place, LocalPlace):
-        return FolderClaims(run, name, work)
-    from rlhf_pipeline.run.remote.rollouts import LeasedClaims
-
-    return LeasedClaims(run.place, name, work, store)

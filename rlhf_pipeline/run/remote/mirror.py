@@ -11,19 +11,22 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import BESIDE
+from rlhf_pipeline.run.files import remove_folder
+from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims
 from rlhf_pipeline.run.processes.heartbeat import Pause, read_heartbeat
 from rlhf_pipeline.run.remote.bundles import PACKS, SEALED, BundledFolders
 from rlhf_pipeline.run.remote.copies import new_copy
 from rlhf_pipeline.run.remote.leases import Leases, replaced
 from rlhf_pipeline.run.remote.outbox import Outbox
+from rlhf_pipeline.run.remote.rollouts import BucketRollouts, LeasedClaims
 from rlhf_pipeline.run.remote.rows import LineLog, SharedRows
 from trajectory_store import StoreError, TrajectoryStore
 from trajectory_store.bucket import Traffic
@@ -53,6 +56,8 @@ class Mirror:
 
     patience_s = 2.0
     is_remote = True
+    stores: Final = (filenames.STORE,)
+    """The parts of a run that are stores of rows; a rollout is one object."""
 
     def __init__(self, url: str) -> None:
         self.address = url
@@ -189,6 +194,10 @@ class Mirror:
             )
             self.bucket.put(log_key, path.read_bytes())
 
+    def remove_copy(self, folder: Path) -> None:
+        """Remove a folder of this process's copy."""
+        remove_folder(folder)
+
     def drop(self, name: str) -> None:
         """Delete a sealed folder, after this process has removed its own."""
         self.outbox.add(lambda: self.sealed.drop(name))
@@ -197,6 +206,15 @@ class Mirror:
         """Make an empty folder for each folder in a folder, unless it is here; `bring` fetches a sealed one."""
         for key in self.bucket.keys(f"{name}/"):
             (self.root / name / key.split("/")[1].removesuffix(".json")).mkdir(parents=True, exist_ok=True)
+
+    def is_blank(self, ignored: Container[str]) -> bool:
+        """Return whether there is no run; `bring` has fetched its record otherwise."""
+        self.bring(filenames.CONFIG)
+        return not (self.root / filenames.CONFIG).is_file()
+
+    def backend(self, setting: Literal["memmap", "zarr"]) -> Literal["memmap", "zarr"]:
+        """Return the medium of new stores: the one for object stores."""
+        return "zarr"
 
     def has(self, name: str) -> bool:
         """Return whether there is an object of this name, or one below it."""
@@ -230,6 +248,18 @@ class Mirror:
             self.rows(name).begin()
 
     # Processes
+
+    def make_rollouts(self, *, durability: Any) -> None:
+        """Mark the run as one of several processes."""
+        BucketRollouts.begin(self.bucket)
+
+    def rollouts(self, *, adds: bool = False) -> BucketRollouts:
+        """Return the stored rollouts of the run."""
+        return BucketRollouts(self.bucket)
+
+    def claims(self, name: str, work: ClaimableWork, store: TrajectoryStore) -> Claims:
+        """Return a collector's claims on work."""
+        return LeasedClaims(self, name, work, store)
 
     def lease(self, name: str, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Hold a name as its only process on any machine; a lock does the same on this machine.

@@ -6,16 +6,18 @@ import json
 import random
 import time
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rlhf_pipeline.errors import LeaseLostError
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.processes.claims import ClaimableWork, Claims
 from rlhf_pipeline.run.processes.rollouts import Rollouts, RolloutSet, StoredRollout
-from rlhf_pipeline.run.processes.weights import Published
-from rlhf_pipeline.run.remote.mirror import Mirror
 from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.run.processes.weights import Published
+    from rlhf_pipeline.run.remote.mirror import Mirror
 
 _BEGUN: Final = f"{filenames.ROLLOUTS}/begun"
 _PAUSE_S: Final = 0.02

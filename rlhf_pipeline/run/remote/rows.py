@@ -152,6 +152,9 @@ class SharedRows(StepRows):
             super().drop_from(step)
             self._log.add(Part(lines=b"", cut=step))
 
+    def recheck(self) -> None:
+        """Do nothing: a part is checked when it is read."""
+
     def sync(self) -> None:
         """Do nothing: rows are sent in the order in which they were added, before anything that depends on them."""
 

@@ -10,6 +10,7 @@ import obstore.store
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.claims import FolderClaims, FreeRollouts, StalenessLimit
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
@@ -17,7 +18,6 @@ from rlhf_pipeline.run.processes.weights import Published, publish, read_publish
 from rlhf_pipeline.run.remote.rollouts import BucketRollouts
 from tests.processes import Children
 from tests.rlhf_pipeline.small import stored_rollout
-from trajectory_store import TrajectoryStore
 from trajectory_store.objects.remote import ObstoreBucket
 
 ROOMY = StalenessLimit(steps_per_rollout=1, max_staleness=9)
@@ -48,7 +48,7 @@ def test_a_rollout_starts_only_if_nothing_gets_too_old(changes, starts):
 @pytest.fixture
 def rollouts(tmp_path):
     make_rollouts(tmp_path / "rollouts", durability="process")
-    with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as opened:
+    with FolderRollouts(tmp_path / "rollouts", adds=True) as opened:
         yield opened
 
 
@@ -65,8 +65,8 @@ def test_a_rollout_is_read_as_it_was_recorded(tmp_path, rollouts, reward):
 
 def hold(run_dir: Path) -> None:
     """Claim a rollout, write its number, and keep it."""
-    opened = FolderRollouts(TrajectoryStore.open(run_dir / "rollouts", "a"))
-    claims = FolderClaims(RunFolder(run_dir), "other", FreeRollouts(opened, ROOMY))
+    opened = FolderRollouts(run_dir / "rollouts", adds=True)
+    claims = FolderClaims(LocalPlace(run_dir), "other", FreeRollouts(opened, ROOMY))
     with process_lock(run_dir / "processes", "other"):
         sys.stdout.write(f"{claims.claim(Published(version=0, next_version=0, rollouts_done=0))}\n")
         time.sleep(600)
@@ -77,7 +77,7 @@ def test_what_a_killed_collector_held_comes_next(tmp_path: Path, children: Child
     other = children.call(hold, tmp_path)
     other.until(lambda: "\n" in other.output())
     assert other.output() == "0\n"
-    claims = FolderClaims(RunFolder(tmp_path), "mine", FreeRollouts(rollouts, ROOMY))
+    claims = FolderClaims(LocalPlace(tmp_path), "mine", FreeRollouts(rollouts, ROOMY))
     published = Published(version=0, next_version=0, rollouts_done=0)
     assert claims.claim(published) == 1
     rollouts.add(stored_rollout(1))
@@ -116,11 +116,11 @@ def test_a_rollout_that_is_finished_while_it_is_claimed_is_not_claimed(tmp_path,
     class Slow(FolderClaims):
         def _claimed(self):
             found = super()._claimed()
-            with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as other:
+            with FolderRollouts(tmp_path / "rollouts", adds=True) as other:
                 other.add(stored_rollout(0))
             return found
 
-    claims = Slow(RunFolder(tmp_path), "mine", FreeRollouts(rollouts, ROOMY))
+    claims = Slow(LocalPlace(tmp_path), "mine", FreeRollouts(rollouts, ROOMY))
     assert claims.claim(Published(version=0, next_version=0, rollouts_done=0)) == 1
     claims.close()
 
@@ -129,9 +129,9 @@ def test_a_note_of_an_earlier_process_of_the_name_claims_nothing(tmp_path, rollo
     """A collector that starts again has not claimed what its predecessor of the same name was killed over."""
     published = Published(version=0, next_version=0, rollouts_done=0)
     with process_lock(tmp_path / "processes", "first"):
-        first = FolderClaims(RunFolder(tmp_path), "first", FreeRollouts(rollouts, ROOMY))
+        first = FolderClaims(LocalPlace(tmp_path), "first", FreeRollouts(rollouts, ROOMY))
         assert first.claim(published) == 0
         note = tmp_path / "claims" / "first.json"
-        assert FolderClaims(RunFolder(tmp_path), "second", FreeRollouts(rollouts, ROOMY)).claim(published) == 1
+        assert FolderClaims(LocalPlace(tmp_path), "second", FreeRollouts(rollouts, ROOMY)).claim(published) == 1
         note.write_text(json.dumps({**json.loads(note.read_text()), "pid": 2**22 + 1}))
-        assert FolderClaims(RunFolder(tmp_path), "second", FreeRollouts(rollouts, ROOMY)).claim(published) == 0
+        assert FolderClaims(LocalPlace(tmp_path), "second", FreeRollouts(rollouts, ROOMY)).claim(published) == 0

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.claims import FolderClaims, FreeRollouts, StalenessLimit
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.rollouts import FolderRollouts, make_rollouts
 from rlhf_pipeline.run.processes.run_files import at_work
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, reopen, weights_folder
-from trajectory_store import TrajectoryStore
 
 PUBLISHED = Published(version=0, next_version=0, rollouts_done=0)
 
@@ -34,9 +34,9 @@ def test_an_unsynced_pointer_after_a_power_loss(tmp_path: Path, content: str):
 def test_an_unsynced_note_after_a_power_loss(tmp_path: Path, content: str):
     """The note of a collector that is gone says nothing, whatever is in it."""
     make_rollouts(tmp_path / "rollouts", durability="process")
-    with FolderRollouts(TrajectoryStore.open(tmp_path / "rollouts", "a")) as rollouts:
+    with FolderRollouts(tmp_path / "rollouts", adds=True) as rollouts:
         claims = FolderClaims(
-            RunFolder(tmp_path),
+            LocalPlace(tmp_path),
             "collector-1",
             FreeRollouts(rollouts, StalenessLimit(steps_per_rollout=1, max_staleness=0)),
         )

@@ -13,6 +13,7 @@ import pytest
 from rlhf_pipeline import Evaluate, Pipeline, token_match
 from rlhf_pipeline.run.events import EvaluationDone, Event, RolloutDone, RunStarted, StepDone
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.local_place import LocalPlace
 from rlhf_pipeline.run.processes.claims import FolderClaims, RequestedEvaluations
 from rlhf_pipeline.run.processes.heartbeat import process_lock
 from rlhf_pipeline.run.processes.weights import Published, publish, read_published, weights_folder
@@ -165,7 +166,9 @@ def test_evaluations_are_claimed_by_step_and_their_weights_stay(tmp_path):
     published, done = replace(published, evaluate={2: 1, 4: 1}), set[int]()
     with process_lock(folder.processes, "first"), process_lock(folder.processes, "second"):
         names = ("first", "second", "third")
-        first, second, third = (FolderClaims(folder, name, RequestedEvaluations(lambda: done)) for name in names)
+        first, second, third = (
+            FolderClaims(LocalPlace(folder.path), name, RequestedEvaluations(lambda: done)) for name in names
+        )
         assert (first.claim(published), second.claim(published)) == (2, 4)
         second.release(done=False)
         assert (second.claim(published), third.claim(published)) == (4, None)
