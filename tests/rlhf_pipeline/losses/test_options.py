@@ -127,7 +127,7 @@ def test_temperature_of_the_policy_is_used(tiny):
         ({"masking_strategy": "rlhff"}, "Did you mean 'rlhf'"),
         ({"dual_clip": 1.0}, "above 1"),
         ({"delta": 1.1}, "above 1 \\+ clip_high"),
-        ({"objective": "cispo", "dual_clip": 3.0}, "which cispo does not use"),
+        ({"objective": "cispo", "dual_clip": 3.0}, "objective=cispo does not use"),
         ({"tis_cap": 2.0}, "decoupled=True"),
         ({"head": "fused", "objective": "gspo"}, "need all log-probs first"),
         ({"head": "fused", "reduction": "none"}, "need all log-probs first"),
