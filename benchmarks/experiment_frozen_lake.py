@@ -20,7 +20,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from experiment_sums import command_of, evaluations_of, made_on, rows_of
+from experiment_sums import command_of, evaluations_of, made_on
+
+from rlhf_pipeline.run.rows import StepRows
 
 RESULTS = Path(__file__).with_name("results") / "frozen_lake.json"
 SEEDS = tuple(range(201, 209))
@@ -39,7 +41,7 @@ EARLY = 40
 
 def shown_by(run: Path) -> dict[str, Any]:
     """Return what a run shows: its evaluations, the mean reward of its last rollouts, and how long it took."""
-    rows = rows_of(run)
+    rows = [*StepRows(run / "metrics.jsonl")]
     rewards = [row["task_reward"] for row in rows if row.get("task_reward") is not None]
     pass_at_1 = evaluations_of(run, "evaluation/pass@1")
     return {

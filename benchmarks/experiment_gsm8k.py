@@ -91,8 +91,9 @@ def command_of(runs: Path, steps: int) -> list[str]:
 def found_by(run: Path) -> dict[str, Any]:
     """Return what a run shows so far: its steps, what they took, its rewards, and its evaluations by step."""
     from rlhf_pipeline.report.query import View
+    from rlhf_pipeline.run.rows import StepRows
 
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [*StepRows(run / "metrics.jsonl")]
     with contextlib.closing(View(run)) as view:
         (found,) = view.evaluations()
     names = ("evaluation/reward/answer", "evaluation/reward/format", "evaluation/cut_off")

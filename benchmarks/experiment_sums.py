@@ -33,6 +33,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.run.rows import StepRows
+
 RESULTS = Path(__file__).with_name("results") / "sums.json"
 SEEDS, STEPS, KILLS, SHOWN = (0, 1, 2), 40, 5, 8
 
@@ -44,16 +46,9 @@ def command_of(run: Path, seed: int, more: Sequence[str] = (), *, pipeline: str 
     return [sys.executable, "-m", "rlhf_pipeline", *words, *resume]
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics; the last may be half written."""
-    file = run / "metrics.jsonl"
-    whole = file.read_text(encoding="utf-8").rpartition("\n")[0] if file.exists() else ""
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 def steps_of(run: Path, since: float = 0.0) -> int:
     """Return the last step that a run has taken since a time; 0 if there is none."""
-    return max((row["step"] for row in rows_of(run) if row["time"] >= since), default=0)
+    return max((row["step"] for row in StepRows(run / "metrics.jsonl") if row["time"] >= since), default=0)
 
 
 def kill_and_resume(run: Path, seed: int, *, steps: int, kills: int, more: Sequence[str] = ()) -> list[int]:
@@ -69,7 +64,7 @@ def kill_and_resume(run: Path, seed: int, *, steps: int, kills: int, more: Seque
         with subprocess.Popen(command_of(run, seed, more)) as process:
             while process.poll() is None and steps_of(run, started) < point:
                 time.sleep(0.2)
-            took = [row["rollout_s"] + row["update_s"] for row in rows_of(run)]
+            took = [row["rollout_s"] + row["update_s"] for row in StepRows(run / "metrics.jsonl")]
             time.sleep(moment * statistics.median(took or [0.0]))
             if process.poll() is not None:
                 raise SystemExit(f"{run} ended with {process.returncode} before its kill after step {point}")
@@ -126,7 +121,7 @@ def completions_of(run: Path, count: int) -> list[dict[str, str]]:
 
 def seconds_of(run: Path) -> float:
     """Return the median time of a step."""
-    return statistics.median(row["rollout_s"] + row["update_s"] for row in rows_of(run))
+    return statistics.median(row["rollout_s"] + row["update_s"] for row in StepRows(run / "metrics.jsonl"))
 
 
 def found_by(runs: Path) -> dict[str, Any]:

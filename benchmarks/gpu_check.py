@@ -34,6 +34,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.run.rows import StepRows
+
 HERE = Path(__file__).resolve().parent
 COMMAND = [sys.executable, "-m", "rlhf_pipeline"]
 LIMITS = {"kernels": 65, "runs": 110, "step": 110, "decode": 80, "sums": 85}
@@ -123,17 +125,17 @@ def _killed_run(name: str, out: Path, limit: Limit, device: str, steps: int, kil
     log = out / f"{name}.log"
     started = time.monotonic()
     with log.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT) as process:
-        while process.poll() is None and len(_lines(run)) < kill_at and not limit.is_over():
+        while process.poll() is None and len(StepRows(run / "metrics.jsonl")) < kill_at and not limit.is_over():
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    killed = len(_lines(run))
+    killed = len(StepRows(run / "metrics.jsonl"))
     if limit.is_over():
         raise TimeoutError(f"{killed} steps when its time was over: {_last_line(log.read_text(errors='replace'))}")
     if process.returncode != -signal.SIGKILL:
         raise RuntimeError(f"it ended before it was killed: {_last_line(log.read_text(errors='replace'))}")
     limit.run([*command, "--resume"], log)
     limit.run([*COMMAND, "verify", str(run)], out / f"{name}-verify.log")
-    lines = _lines(run)
+    lines = [*StepRows(run / "metrics.jsonl")]
     taken = [line["step"] for line in lines]
     if taken != [*range(1, len(lines) + 1)]:
         raise RuntimeError(f"steps are missing or repeated: {taken}")
@@ -184,7 +186,7 @@ def sums(out: Path, limit: Limit, *, tiny: bool, device: str) -> Result:
     try:
         limit.run(command, log)
     finally:
-        lines = _lines(run)
+        lines = [*StepRows(run / "metrics.jsonl")]
         found = _times(lines) if len(lines) > 2 else {}
         (out / "sums.json").write_text(json.dumps({"lines": lines, **found}, indent=1) + "\n", encoding="utf-8")
     sys.path.insert(0, str(HERE))
@@ -294,13 +296,6 @@ def _figures(file: Path, section: str) -> Result:
     found = json.loads(file.read_text())
     figures = next((value for name, value in found.items() if name.startswith(f"{section} ")), {})
     return {"peak TFLOP/s, measured": found["peak_flops"] / 1e12, **figures}
-
-
-def _lines(run: Path) -> list[Result]:
-    """Return the lines of a run's metrics; the last may be incomplete."""
-    file = run / "metrics.jsonl"
-    whole = file.read_text(encoding="utf-8").rpartition("\n")[0] if file.exists() else ""
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 if __name__ == "__main__":
