@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import random
 import re
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+from tests.processes import Children
 
 BUCKET = "bucket"
 DELAY_S = 0.02
@@ -82,17 +84,14 @@ def serve(folder: Path, *, seed: int = 0, faults: dict[str, float] | None = None
     """Start both, with an empty bucket and the credentials in the environment; `faults` in shares of the requests."""
     server, proxy = _free_port(), _free_port()
     shares = [str((FAULTS if faults is None else faults).get(name, 0.0)) for name in FAULTS]
-    moto = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(server)]
-    front = [sys.executable, str(Path(__file__).resolve()), str(proxy), str(server), str(seed), *shares]
+    moto = ("-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", server)
+    front = (Path(__file__).resolve(), proxy, server, seed, *shares)
     before = dict(os.environ)
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(open(folder / "server.log", "wb"))
-        for command in (moto, front):
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=_without_proxies())
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        _wait_for(server, folder)
-        _wait_for(proxy, folder)
+    no_proxies = {name: "" for name in os.environ if name.lower().endswith("_proxy")}
+    with Children(folder / "servers") as children:
+        for name, port, words in (("moto", server, moto), ("proxy", proxy, front)):
+            child = children.python(*words, name=name, env=no_proxies)
+            child.until(functools.partial(_listens, port), seconds=60, every=0.05)
         _urlopen(urllib.request.Request(f"http://127.0.0.1:{server}/{BUCKET}", method="PUT", data=b"")).close()
         rig = Rig(f"s3://{BUCKET}/run-{seed}", server, proxy)
         os.environ.update(
@@ -110,23 +109,16 @@ def _urlopen(request: str | urllib.request.Request) -> Any:
     return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request)
 
 
-def _without_proxies() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _wait_for(port: int, folder: Path) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.5):
-            return
-        time.sleep(0.05)
-    raise RuntimeError(f"nothing listens at port {port}:\n{(folder / 'server.log').read_text()[-2000:]}")
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.5):
+        return True
+    return False
 
 
 class Proxy:

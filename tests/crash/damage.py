@@ -37,6 +37,7 @@ from typing import Any, Final
 import numpy as np
 
 from tests.damage import KINDS, damage
+from tests.processes import Children
 from trajectory_store import Column, StoreError, TrajectoryStore
 from trajectory_store.format import TARGET
 
@@ -57,10 +58,9 @@ def truth(tag: int) -> tuple[list[int], str, int]:
 
 
 def write(folder: Path, backend: str, first_tag: int, how: str) -> list[int]:
-    """Write a store in a process of its own that ends as `how` says; return the ids that it acknowledged, by tag."""
-    out, into = os.pipe()
-    pid = os.fork()
-    if not pid:
+    """Write a store in a process of its own that ends as `how` states; return the ids that it acknowledged, by tag."""
+
+    def act() -> None:
         store = TrajectoryStore.create(folder, COLUMNS, backend=backend, segment_rows=24, segment_elements=256)
         for commit in range(COMMITS):
             if how == "merged" and commit in (COMMITS // 3, 2 * COMMITS // 3):
@@ -71,16 +71,15 @@ def write(folder: Path, backend: str, first_tag: int, how: str) -> list[int]:
             if commit % 2:
                 store.update(ids, later=[-1] * COMMIT_ROWS)
                 store.update(ids, later=list(later))
-            os.write(into, ids.astype("<i8").tobytes())
-        if how != "killed":
-            store.close()
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.close(into)
-    with os.fdopen(out, "rb") as pipe:
-        ids = np.frombuffer(pipe.read(), "<i8").tolist()
-    os.waitpid(pid, 0)
-    return ids
+            sys.stdout.write(f"{' '.join(map(str, ids.tolist()))}\n")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.close()
+
+    with Children(folder.with_suffix(".processes")) as children:
+        writer = children.fork(act)
+        assert writer.wait() == (-signal.SIGKILL if how == "killed" else 0), writer.output()
+        return [int(row_id) for row_id in writer.output().split()]
 
 
 Homes = tuple[dict[int, str], dict[str, set[int]]]

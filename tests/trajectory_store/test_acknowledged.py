@@ -6,18 +6,16 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import warnings
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 
-import trajectory_store
 from tests.moments import at_call, fails
 from trajectory_store import (
     BatchError,
@@ -42,7 +40,6 @@ from trajectory_store.objects.backend import ObjectMedium, ObjectWriter
 from trajectory_store.objects.segment import ObjectSegment
 from trajectory_store.updates import Later
 
-STORAGE = Path(trajectory_store.__file__).resolve().parents[1]
 SCHEMA = Schema(
     [
         Column("tag", "int64"),
@@ -117,43 +114,31 @@ def clock(monkeypatch):
     return move
 
 
-LIVES = """
-import json, os, signal, sys
-from trajectory_store import TrajectoryStore
-path, killed, ended = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-def life(number):
-    read, write = os.pipe()
-    if not os.fork():
+def live(children, path, killed, ended):
+    """Writers one after another, the first of them killed after their acknowledgement; returns their ids."""
+
+    def life(number):
         store = TrajectoryStore.open(path, "a")
         ids = store.append({"tag": [number], "x": [[number] * (number % 4)], "text": [f"row {number}"]})
         if number % 3 == 0:
             store.update(ids, priority=float(number))
-        os.write(write, str(int(ids[0])).encode())
+        sys.stdout.write(f"{int(ids[0])}\n")
         if number < killed:
             os.kill(os.getpid(), signal.SIGKILL)
         store.close()
-        os._exit(0)
-    os.wait()
-    return int(os.read(read, 99))
-print(json.dumps([life(number) for number in range(killed + ended)]))
-"""
+
+    ids = []
+    for number in range(killed + ended):
+        child = children.fork(partial(life, number))
+        assert child.wait() == (-signal.SIGKILL if number < killed else 0), child.output()
+        ids.append(int(child.output()))
+    return ids
 
 
-def live(path, killed, ended):
-    """Writers one after another, the first of them killed after their acknowledgement; returns their ids."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIVES, str(path), str(killed), str(ended)],
-        env={"PYTHONPATH": str(STORAGE), "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
-def test_rows_of_many_killed_writers_stay_after_a_compaction(tmp_path, backend):
+def test_rows_of_many_killed_writers_stay_after_a_compaction(tmp_path, backend, children):
     """17 writers killed, two that end well: every row, every update and the watermark, before and after."""
     path = create(tmp_path / "s", backend)
-    ids = live(path, 17, 2)
+    ids = live(children, path, 17, 2)
     for compacted in (False, True, True):
         if compacted:
             with TrajectoryStore.open(path, "a") as store:
@@ -165,12 +150,12 @@ def test_rows_of_many_killed_writers_stay_after_a_compaction(tmp_path, backend):
             assert store.read_scalars("priority", ids).tolist() == [i if i % 3 == 0 else 0 for i in range(19)]
 
 
-def test_a_writer_that_begins_no_segment_merges_what_killed_ones_left(tmp_path, backend, monkeypatch):
+def test_a_writer_that_begins_no_segment_merges_what_killed_ones_left(tmp_path, backend, monkeypatch, children):
     """Each of them was killed before it could do its share, and nobody else comes."""
     path = create(tmp_path / "s", backend)
     with TrajectoryStore.open(path, "a") as writer:
         writer.append(rows([20]))
-        live(path, 20, 0)
+        live(children, path, 20, 0)
         writer.refresh()
         left = len(writer._catalog.state.entries)
         assert left > 16
@@ -352,15 +337,17 @@ def test_a_living_writer_loses_nothing_to_another_process(tmp_path, backend, dur
     assert tags_of(path) == [0, 1, 2, 3]
 
 
-def killed(path, tags):
+def killed(children, path, tags):
     """A process appended rows, one commit each, and was killed."""
-    pid = os.fork()
-    if not pid:
+
+    def write():
         store = TrajectoryStore.open(path, "a")
         for tag in tags:
             store.append(rows([tag]))
         os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
+
+    child = children.fork(write)
+    assert child.wait() == -signal.SIGKILL, child.output()
 
 
 def spoil(path, backend, commit, bits=1):
@@ -373,10 +360,10 @@ def spoil(path, backend, commit, bits=1):
     return lambda: file.write_bytes(good)
 
 
-def test_a_torn_commit_of_a_killed_writer_is_reported_until_its_owner_accepts_the_loss(tmp_path, backend):
+def test_a_torn_commit_of_a_killed_writer_is_reported_until_its_owner_accepts_the_loss(tmp_path, backend, children):
     """One commit in the middle is torn: the ones after it count, and nothing but its owner's word makes it a loss."""
     path = create(tmp_path / "s", backend)
-    killed(path, range(5))
+    killed(children, path, range(5))
     put_back = spoil(path, backend, 2)
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     for mode in ("r", "r", "a"):
@@ -409,7 +396,7 @@ def test_a_torn_commit_of_a_killed_writer_is_reported_until_its_owner_accepts_th
 
 @pytest.mark.parametrize("end", ["closed", "killed"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
-def test_damage_costs_what_it_touches(tmp_path, backend, damage, end):
+def test_damage_costs_what_it_touches(tmp_path, backend, damage, end, children):
     """One commit of fifty, named by verify, never merged away, and back as soon as its file is."""
     path = create(tmp_path / "s", backend)
     if end == "closed":
@@ -417,7 +404,7 @@ def test_damage_costs_what_it_touches(tmp_path, backend, damage, end):
             for tag in range(50):
                 store.append(rows([tag]))
     else:
-        killed(path, range(50))
+        killed(children, path, range(50))
     for tag in range(50, 57):
         append_and_close(path, [tag])
     file = path / ("seg-00000000/tag/c/0" if backend == "memmap" else "seg-00000000/00000003.zip")
@@ -461,10 +448,10 @@ def test_a_closed_segment_is_on_the_disk_and_trusted(tmp_path, backend):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be opened:RuntimeWarning")
-def test_a_read_that_fails_when_a_killed_writer_is_checked_cuts_nothing_off(tmp_path, backend, monkeypatch):
+def test_a_read_that_fails_when_a_killed_writer_is_checked_cuts_nothing_off(tmp_path, backend, monkeypatch, children):
     """Too many files are open when the data is checked: that costs the segment for now, and is noted nowhere."""
     path = create(tmp_path / "s", backend)
-    killed(path, [0, 1])
+    killed(children, path, [0, 1])
     real = os.open
 
     def full(where, *arguments, **options):
