@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 from rlhf_pipeline.report.check import check_run
 from rlhf_pipeline.run.checkpoint import checkpoint_path
 from rlhf_pipeline.run.folder import RunFolder
+from rlhf_pipeline.run.processes.on_ray import HERE, on_ray
 from tests.crash._s3 import missing, serve
 from trajectory_store import TrajectoryStore
 
@@ -131,3 +135,23 @@ def test_two_learners_on_ray_of_which_one_is_killed_learn_like_one(tmp_path, mon
     for mine, theirs in zip(run.metrics, straight.metrics, strict=True):
         for name in ("step", "loss", "grad_norm", "task_reward", "num_trajectories"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+
+
+def test_a_process_on_ray_is_gone_when_it_was_killed(tmp_path, caplog):
+    """`kill` returns after the process has ended, and the log names process and node once."""
+    caplog.set_level(logging.INFO, logger="rlhf_pipeline.run.processes.on_ray")
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with on_ray(HERE, tmp_path / "run", processes=1, collector_gpus=0.0, learner_gpus=0.0) as launch:
+        process = launch("collector-0", sleeping, tmp_path / "collector-0.log", {})
+        end = time.monotonic() + 60.0
+        while process.pid is None and time.monotonic() < end:
+            assert process.poll() is None
+            time.sleep(0.05)
+        for _ in range(20):  # some reports of the actor later
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert Path(f"/proc/{process.pid}").exists()
+        process.kill()
+        assert not Path(f"/proc/{process.pid}").exists()
+        assert process.poll() == -signal.SIGKILL
+    assert re.findall(r"collector-0: process (\d+) on node \w+", caplog.text) == [str(process.pid)]
