@@ -205,12 +205,8 @@ def test_the_command_runs_on_two_processes_is_killed_and_resumes(tmp_path, child
         time.sleep(0.1)
     steps = len(StepRows(run.metrics_file))
     assert (run.checkpoints / f"step-{steps:08d}").is_dir(), killed.output()
-    done = subprocess.run(
-        [*command, "--resume", "--steps", str(steps + 1)],
-        cwd=tmp_path, env=os.environ | PATHS, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written:") == 1  # one process speaks
+    resumed = children.program(*command, "--resume", "--steps", str(steps + 1), cwd=tmp_path, env=PATHS)
+    assert resumed.succeed(200).count("written:") == 1  # one process speaks
     one, two = (list(StepRows(tmp_path / name / "metrics.jsonl")) for name in ("one", "two"))
     names = ("loss", "grad_norm", "task_reward", "num_trajectories", "num_tokens")
     assert_same_curve(
