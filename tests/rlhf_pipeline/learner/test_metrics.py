@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf_pipeline import Learn, scratch_policy
 from rlhf_pipeline.buffer.batches import padded_columns
@@ -42,6 +43,15 @@ def test_the_cost_of_a_model_by_hand(tied):
     lengths, scored = torch.tensor([5, 3]), torch.tensor([2, 1])
     by_hand = 6 * 2 * per_layer * 8 + 6 * 88 * 3 + 6 * 2 * 8 * (25 + 9)
     assert cost.flops(lengths, scored) == by_hand
+
+
+def test_experts_cost_the_share_that_sees_a_token():
+    """Two of four experts [32,8] and [8,16] do; q, o [8,8], k, v [4,8] and the router [4,8] cost their full size."""
+    sizes = {"hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 11}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, **sizes, **experts))
+    cost = ModelCost.of(TokenPolicy(model, eos_token_id=[]))
+    assert cost.trained == 2 * 64 + 2 * 32 + 32 + 2 * (32 * 8 + 8 * 16)
 
 
 def test_frozen_weights_cost_two_thirds():
@@ -106,18 +116,24 @@ def test_kl_estimates_are_means_over_the_policys_tokens(tmp_path):
             for at, columns in zip(cut, read, strict=True)
         }
         found |= kl_metrics(parts, cut)
-    gaps = [
-        float(own) - float(reference)
+        of_second = kl_metrics({int(cut[1][0]): parts[int(cut[1][0])]}, cut)  # another process has the first part
+    gaps_by_row = [
+        [
+            float(own) - float(reference)
+            for own, reference, mine in zip(
+                rows["log_probs"][i], rows["ref_log_probs"][i], rows["assistant_mask"][i], strict=True
+            )
+            if mine
+        ]
         for i in range(len(ids))
-        for own, reference, mine in zip(
-            rows["log_probs"][i], rows["ref_log_probs"][i], rows["assistant_mask"][i], strict=True
-        )
-        if mine
     ]
+    gaps = [gap for row in gaps_by_row for gap in row]
     assert (found["use_count"], found["use_count_max"]) == (6.5, 12)
     assert found["kl_k1"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-6)
     assert found["kl_k2"] == pytest.approx(sum(g * g / 2 for g in gaps) / len(gaps), rel=1e-6)
     assert found["kl_k3"] == pytest.approx(sum(math.exp(-g) - 1 + g for g in gaps) / len(gaps), rel=1e-6)
+    assert found["kl_per_trajectory"] == pytest.approx(sum(gaps) / len(ids), rel=1e-6)
+    assert of_second["kl_per_trajectory"] == pytest.approx(sum(map(sum, gaps_by_row[6:])) / len(ids), rel=1e-6)
 
 
 def test_metrics_go_to_csv_files_once(tmp_path):
