@@ -30,7 +30,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "trajectories of the batch that affect the weights (those with a gradient and a weight in the loss); "
                 "the ledger lists the others",
             ),
-            Figure("watermark", "trajectories", "trajectories stored when the batch was chosen"),
+            Figure("watermark", "trajectories", "trajectories in the store when the batch was selected"),
             Figure("lr", "", "learning rate of the step"),
             Figure("grad_norm", "", "norm of the gradient before clipping to `learn.max_grad_norm`"),
         ),
@@ -41,13 +41,13 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
             Figure("task_reward", "reward", "mean over the trajectories collected since the last step, before shaping"),
             Figure(
-                "num_failed", "trajectories", "those of these trajectories whose environment or reward function failed"
+                "num_failed", "trajectories", "number of these trajectories whose environment or reward function failed"
             ),
             Figure("completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("completion_length_max", "tokens", "largest number of tokens after a prompt"),
             Figure("cut_off", "share", "share of completions that ended at `collect.max_new_tokens`"),
             Figure("turns", "turns", "mean number of the policy's turns; only with an environment"),
-            Figure("reward_std_in_group", "reward", "standard deviation of the rewards of a group, mean over groups"),
+            Figure("reward_std_in_group", "reward", "mean over groups of the standard deviation of a group's rewards"),
             Figure("flat_groups", "share", "share of groups whose rewards are all equal"),
             Figure("rounds", "rounds", "with `collect.dynamic`: number of rounds of the rollout"),
             Figure(
@@ -81,7 +81,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "evaluation/pass@K",
                 "share",
-                "unbiased estimate of the prompts that at least one of K completions solves",
+                "unbiased estimate of the share of prompts that one of K completions solves",
             ),
             Figure("evaluation/reward/NAME", "reward", "mean over prompts of the reward or component NAME, unweighted"),
             Figure("evaluation/completion_length", "tokens", "mean number of tokens after the prompt"),
@@ -112,7 +112,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
     (
         "The loss, over all tokens that the policy produced",
         (
-            Figure("loss", "", "the sum of its parts"),
+            Figure("loss", "", "the sum of the parts below"),
             Figure("loss_objective", "", "the policy loss"),
             Figure("loss_entropy", "", "the negative entropy bonus"),
             Figure("loss_kl_to_ref", "", "the KL term against the reference"),
@@ -146,7 +146,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("update_tokens_per_s", "tokens/s", "`num_tokens` divided by `update_s`"),
             Figure("peak_memory_mb", "MB", "peak memory so far: of the GPU, or resident memory of the process"),
             Figure(
-                "mfu", "share", "useful operations divided by `learn.peak_flops`, or by the data sheet of a known GPU"
+                "mfu",
+                "share",
+                "useful operations per second, divided by `learn.peak_flops` or by the data sheet peak of a known GPU",
             ),
         ),
     ),
