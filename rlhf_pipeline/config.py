@@ -41,7 +41,7 @@ Estimator = Literal[
     "grpo", "dr_grpo", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo_batch", "opo", "turn_grpo", "gdpo"
 ]
 EVALUATION_FIGURES = ("reward", "reward_low")
-"""The figures of an evaluation that more of is better, beside pass@k and those of named rewards."""
+"""The figures of an evaluation that are better if higher, in addition to pass@k and the named rewards."""
 
 
 def passes_of(best: str | None) -> int | None:
@@ -547,8 +547,8 @@ class Sample(Settings):
 class Replay(Settings):
     """Learn from stores only, without sampling from the policy.
 
-    The chosen trajectories are first copied into the run's own store, through the write path if reference or behaviour
-    log-probs or advantages are missing, so the stores themselves are never changed.
+    The selected trajectories are first copied into the store of the run, through the write path if reference or
+    behaviour log-probs or advantages are missing. The source stores are never changed.
     """
 
     stores: tuple[str, ...] = setting(
@@ -654,7 +654,7 @@ class Evaluate(Settings):
     )
 
     def sampling(self, collect: Collect) -> Collect:
-        """Return how its completions are sampled: as for learning, unless it specifies otherwise."""
+        """Return the sampling settings of the evaluation: those for learning, with its own values if they are set."""
         overrides = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "max_new_tokens")}
         overrides = {name: value for name, value in overrides.items() if value is not None}
         if not self.temperature:
@@ -673,7 +673,7 @@ class Evaluate(Settings):
 
 
 def _asking_nothing(evaluate: Any) -> Any:
-    """Return evaluations that ask nothing where they have no prompts, for an environment that does all the asking."""
+    """Return evaluations with empty prompts if they have none, for an environment that supplies the prompts."""
     if isinstance(evaluate, Mapping):
         return {name: _asking_nothing(part) for name, part in cast("Mapping[str, Any]", evaluate).items()}
     if isinstance(evaluate, Evaluate) and isinstance(evaluate.prompts, NoPrompts):
@@ -682,14 +682,14 @@ def _asking_nothing(evaluate: Any) -> Any:
 
 
 def evaluation_sets(evaluate: Evaluate | Mapping[str, Evaluate] | None) -> dict[str, Evaluate]:
-    """Return the evaluations of a definition by the name of their set; of a single one the name is empty."""
+    """Return the evaluations of a definition by the name of their set; a single evaluation has an empty name."""
     if evaluate is None:
         return {}
     return {"": evaluate} if isinstance(evaluate, Evaluate) else dict(evaluate)
 
 
 def deciding_set(sets: Mapping[str, Evaluate]) -> str | None:
-    """Return the name of the set that decides which weights are the best: the one that sets `best`, else the first."""
+    """Return the name of the set that selects the best weights: the set that specifies `best`, otherwise the first."""
     keeping = [name for name, settings in sets.items() if settings.keep_best]
     return next((name for name in keeping if sets[name].best is not None), keeping[0] if keeping else None)
 
@@ -871,12 +871,12 @@ class GRPO(Settings):
 
     @property
     def chooses_tokens(self) -> bool:
-        """Whether tokens are chosen from those of a whole step."""
+        """Whether tokens are chosen from all tokens of a step."""
         return self.top_entropy_quantile < 1 or self.clip_cov is not None
 
     @property
     def corrects_the_sampler(self) -> bool:
-        """Whether the trainer's own log-probs are needed besides the sampler's."""
+        """Whether the loss needs the trainer's log-probs in addition to the sampler's."""
         return self.tis_cap is not None or self.icepop is not None
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -1082,7 +1082,7 @@ class Learn(Settings):
 
     @property
     def num_warmup_steps(self) -> int:
-        """Optimizer steps of the warm-up, however it is given."""
+        """Number of optimizer steps of the warm-up, from `warmup_steps` or `warmup_ratio`."""
         last = self.steps if self.lr_decay_steps is None else self.lr_decay_steps - 1
         return self.warmup_steps or math.ceil(self.warmup_ratio * last)
 
@@ -1185,12 +1185,12 @@ class Pipeline(Settings):
 
     @property
     def evaluations(self) -> dict[str, Evaluate]:
-        """The evaluations by the name of their set; a single one has none."""
+        """The evaluations by the name of their set; a single evaluation has an empty name."""
         return evaluation_sets(self.evaluate)
 
     @property
     def environment_rewards(self) -> tuple[str, ...]:
-        """The names of the environment's rewards that are known: it declares them, or `reward` names them."""
+        """The known names of the environment's rewards: those that it declares, and those that `reward` lists."""
         if self.environment is None:
             return ()
         selected = [reward.function for reward in rewards_of(self.reward)]
@@ -1199,12 +1199,12 @@ class Pipeline(Settings):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The rewards that have a column `reward_NAME` each, with their weights; see `data.rewards.reward_weights`."""
+        """The rewards with a column `reward_NAME`, and their weights; see `data.rewards.reward_weights`."""
         return reward_weights(self.reward, self.environment_rewards)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """The names of all rewards that are known before anything is sampled; results may have further components."""
+        """The names of all rewards that are known before sampling; results may have further components."""
         labels = [reward.label for reward in rewards_of(self.reward)] if has_columns(self.reward) else []
         return tuple(dict.fromkeys([*labels, *self.reward_weights]))
 

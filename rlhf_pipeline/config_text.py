@@ -24,8 +24,8 @@ T = TypeVar("T")
 def to_json(config: object) -> Any:
     """Return a definition as JSON-ready data: dataclasses become objects with a `type`, functions their names.
 
-    So does any other object, with its attributes: those that begin with an underscore are its own affair. What JSON has
-    no form for is recorded by its type and, where it is bytes or long, by its digest.
+    Any other object also becomes an object with its attributes, except those that begin with an underscore. A value
+    that JSON cannot represent is recorded by its type, and by its digest if it is bytes or long.
 
     >>> class Sums:
     ...     def __init__(self, largest):
@@ -37,7 +37,7 @@ def to_json(config: object) -> Any:
 
 
 def _json(config: object, within: tuple[int, ...]) -> Any:
-    """Return `to_json` of a value; `within` are the objects that hold it, so that a circle ends."""
+    """Return `to_json` of a value; `within` are the objects that contain it, which ends a cycle."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         recorded = [item.name for item in dataclasses.fields(config) if item.metadata.get("recorded", True)]
         values = {name: _json(getattr(config, name), within) for name in recorded}
@@ -107,10 +107,10 @@ def flat_fields(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 Code = Callable[[str], Any]
-"""Returns the function that `FILE.py:NAME` names."""
+"""Returns the function that `FILE.py:NAME` refers to."""
 
 CODE: Final = re.compile(r".+\.py:\w+")
-"""Text that names a custom function."""
+"""Text that refers to a custom function."""
 
 
 def _no_code(text: str) -> Any:
@@ -124,7 +124,7 @@ def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
         config: a definition, for example a `Pipeline`.
         path: the field's dotted path, for example `learn.lr`.
         text: the new value as typed on a command line; parsed by the field's type.
-        code: finds the function that a text names, for a field that may hold one.
+        code: finds the function that a text refers to, for a field that accepts functions.
 
     Raises:
         DefinitionError: there is no such field (the message suggests the nearest one), or the text does not match its
@@ -134,7 +134,7 @@ def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
 
 
 def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_code) -> T:
-    """Return a copy with several fields replaced at once, checking rules across fields only once."""
+    """Return a copy with several fields replaced together, checking rules across fields only once."""
     if isinstance(config, tuple):  # several groups of fields, each by its place
         within = [
             [(path.partition(".")[2], text) for path, text in pairs if path.partition(".")[0] == str(place)]

@@ -1,4 +1,4 @@
-"""Settings declared once: dataclass fields with type, bounds and meaning, by which they are checked and documented.
+"""Settings are declared once, as dataclass fields with type, bounds and meaning, for both checks and documentation.
 
 >>> @dataclasses.dataclass(frozen=True, kw_only=True)
 ... class Oven(Settings):
@@ -209,7 +209,7 @@ _PLAIN = (str, bytes, bool, int, float, list, tuple, dict, set)
 
 @functools.cache
 def settings_of(kind: type) -> tuple[Setting, ...]:
-    """Return the declarations of a group's fields, in order."""
+    """Return the declarations of the fields of a group, in order."""
     hints = typing.get_type_hints(kind)
     return tuple(_setting(kind, item, hints[item.name]) for item in dataclasses.fields(kind))
 
@@ -231,12 +231,12 @@ def extended(settings: Settings, kind: type[S], **changes: Any) -> S:
 def lists_settings(
     kind: type[Settings], defaults: Mapping[str, Any] | None = None, *, without: Collection[str] = ()
 ) -> Callable[[Constructor], Constructor]:
-    """Give a constructor that takes settings by keyword a signature that lists them, for `help` and `inspect`.
+    """Give a constructor that accepts settings by keyword a signature that lists them, for `help` and `inspect`.
 
     Args:
         kind: the settings.
-        defaults: further keywords, and defaults that are not those of the settings.
-        without: settings that the constructor does not take by keyword.
+        defaults: further keywords, and defaults that differ from the defaults of the settings.
+        without: settings that the constructor does not accept by keyword.
     """
 
     def with_signature(constructor: Constructor) -> Constructor:

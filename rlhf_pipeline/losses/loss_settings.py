@@ -26,13 +26,13 @@ class LossSettings(GRPO):
     """
 
     entropy_bonus: bool = setting(
-        True, help="Add `-entropy_coeff * entropy` to the loss. In a definition: where `entropy_coeff` is above 0."
+        True, help="Add `-entropy_coeff * entropy` to the loss. In a definition: true if `entropy_coeff` is above 0."
     )
     samples_mc_entropy: int = setting(
         1,
         min=1,
-        help="Samples of the entropy of a TorchRL distribution that has no closed form. The entropy of a language "
-        "model's head is exact, and needs none.",
+        help="Number of samples for the entropy of a TorchRL distribution without a closed form. The entropy of a "
+        "language model's head is exact and needs no samples.",
     )
     reduction: Literal["mean", "sum", "none"] = setting(
         "mean",
@@ -42,31 +42,33 @@ class LossSettings(GRPO):
     kl_mask_threshold: float | None = setting(
         None,
         min=0,
-        help="Exclude tokens with `(log pi - log behaviour)^2 / 2` above this; None or 0 excludes none. Without "
-        '`"loss_weight"` the weights come from the counts of the remaining tokens, as in TorchRL; with it, the weights '
-        "stay.",
+        help="Exclude tokens with `(log pi - log behaviour)^2 / 2` above this value; None or 0 excludes none. Without "
+        '`"loss_weight"`, the weights are computed from the counts of the remaining tokens, as in TorchRL; with it, '
+        "the weights do not change.",
     )
     kl_to_inference_coeff: float = setting(0.0, min=0, help="Weight of a KL term against the behaviour log-probs.")
     masking_strategy: MaskingStrategy = setting(
         "rlhf",
         help="`rlhf`: the assistant mask. `sft`: everything after the prompt (`num_prompt_tokens` or ragged prompt "
-        "tokens; else from the first assistant token on). `generic`: every token but the first.",
+        "tokens, otherwise from the first assistant token). `generic`: every token except the first.",
     )
     decoupled: bool = setting(
         False,
-        help='Read proximal log-probs from `("prox_log_probs", "full")`; else the behaviour log-probs are proximal. '
-        "`tis_cap` and `icepop` compare the two. In a definition: where one of them is set.",
+        help='Read proximal log-probs from `("prox_log_probs", "full")`; otherwise the behaviour log-probs are '
+        "proximal. `tis_cap` and `icepop` compare the two. In a definition: true if one of them is set.",
     )
     max_completion_tokens: int | None = setting(
         None, help='The constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.'
     )
     temperature: float | None = setting(
-        None, above=0, help=("Temperature of scoring; None is the temperature of the actor, or 1 if it has none.")
+        None, above=0, help=("Temperature of scoring; None uses the temperature of the actor, or 1 if it has none.")
     )
     head: Literal["auto", "fused", "recompute"] = setting(
-        "auto", help="`fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; anything), or `auto`."
+        "auto", help="`fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; any objective), or `auto`."
     )
-    chunk_size: int | None = setting(None, min=1, help="Rows per chunk of the head; None is chosen by its size.")
+    chunk_size: int | None = setting(
+        None, min=1, help="Number of rows per chunk of the head; None selects it by the size of the head."
+    )
     padding_side: Side = setting("right", help="The side on which all ragged leaves are padded.")
 
     def checked_objective(self) -> ObjectiveEntry:

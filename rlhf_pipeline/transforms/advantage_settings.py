@@ -32,11 +32,11 @@ class AdvantageSettings(WritePath):
     True
     """
 
-    grpo_size: int = setting(min=1, help="Trajectories of a complete group.")
+    grpo_size: int = setting(min=1, help="Number of trajectories in a complete group.")
     prompt_key: Key | None = setting(
         None,
-        help="Identity of the group where no `group_id` is present: a string, a number or a tensor; under `prompt`, "
-        '`query` and `text` a string. None tries these and `("tokens", "prompt")`.',
+        help="Key that identifies the group if there is no `group_id`: a string, a number or a tensor; for `prompt`, "
+        '`query` and `text`, a string. None tries these keys and `("tokens", "prompt")`.',
     )
     rewards_key: Key = setting(REWARD, help="Key of the rewards. If missing, `task_reward` is used.")
     advantage_key: Key = setting(ADVANTAGE, help="Key of the advantage.")
@@ -46,8 +46,8 @@ class AdvantageSettings(WritePath):
     verbose: bool = setting(False, help="Log a line for every batch of complete groups.")
     trajectory_return: Literal["sum", "mean", "max"] | None = setting(
         "sum",
-        help="How the rewards of one trajectory become its return. None normalises every reward over all rewards of "
-        "the group instead, as TorchRL does by default.",
+        help="How the return of a trajectory is computed from its rewards. None normalises every reward over all "
+        "rewards of the group instead, as TorchRL does by default.",
     )
     keep_return_bounds: tuple[float, float] | None = setting(
         None,
@@ -55,7 +55,7 @@ class AdvantageSettings(WritePath):
         help="Groups whose mean return is not strictly inside these bounds are excluded (dynamic sampling).",
     )
     group_key: Key | None = setting(
-        None, help="Identity of the group. None takes `group_id` if present, otherwise `prompt_key`."
+        None, help="Key that identifies the group. None uses `group_id` if present, otherwise `prompt_key`."
     )
     clock: Callable[[], float] = setting(
         time.time, help="Returns the time in seconds. Groups wait across processes, so the default is the time of day."
@@ -63,19 +63,19 @@ class AdvantageSettings(WritePath):
     batch_groups: int | None = setting(
         None,
         min=1,
-        help="Groups per batch. The integer `group_id` divided by this, rounded down, is the number of the batch. "
-        "Groups of a batch wait for each other, so the batch does not depend on the order in which its "
+        help="Number of groups per batch. The integer `group_id` divided by this, rounded down, is the number of the "
+        "batch. Groups of a batch wait for each other, so the batch does not depend on the order in which its "
         "trajectories arrive. None for estimators that need no batch.",
     )
     scored_in: torch.dtype = setting(
         torch.float32,
-        help="The dtype that the models compute log-probs in. With a KL penalty in the reward, a group has no spread "
+        help="The dtype in which the models compute log-probs. With a KL penalty in the reward, a group has no spread "
         "if its task rewards are equal and its returns differ only by the penalty's rounding.",
     )
     rewards: dict[str, float] = setting(
         factory=dict,
-        help="The names of the rewards that a batch has one by one, under the keys `reward_NAME`, with their weights; "
-        "`gdpo` and functions that ask for them take these. Without names the return is the only one.",
+        help="The names and weights of the rewards that a batch stores separately under the keys `reward_NAME`. "
+        "`gdpo` and functions that request them use these rewards. Without names, the return is the only reward.",
     )
 
     def checked_estimator(self) -> EstimatorEntry:

@@ -38,10 +38,10 @@ class SupervisorConfig(Settings):
     (1.0, 8.0, 60.0)
     """
 
-    collectors: int = setting(1, min=1, help="Processes that collect.")
-    learners: int = setting(1, min=1, help="Processes that share each step; see `learner.distributed`.")
+    collectors: int = setting(1, min=1, help="Number of collector processes.")
+    learners: int = setting(1, min=1, help="Number of processes that share each step; see `learner.distributed`.")
     first_delay_s: float = setting(
-        1.0, min=0, help="Seconds until a process that died is restarted; doubled with every consecutive failure."
+        1.0, min=0, help="Seconds until a process that died is restarted; doubled after each consecutive failure."
     )
     max_delay_s: float = setting(60.0, min=0, help="Maximum delay of a restart, in seconds.")
     max_failures: int = setting(
@@ -60,7 +60,7 @@ class SupervisorConfig(Settings):
         60.0,
         min=0,
         help="Kill a process whose heartbeat is older than this, in seconds. A thread renews it every two seconds, "
-        "also during a long rollout or step; only a frozen or stopped process exceeds the limit.",
+        "even during a long rollout or step, so only a frozen or stopped process exceeds the limit.",
     )
     progress_timeout_s: float | None = setting(
         None,
@@ -71,8 +71,8 @@ class SupervisorConfig(Settings):
     stop_timeout_s: float = setting(
         120.0,
         min=0,
-        help="Seconds that processes have to finish and save after a stop is requested. After that they are killed: "
-        "unfinished work is lost, acknowledged rows are not.",
+        help="Seconds that processes have to finish and save after a stop is requested. They are then killed, which "
+        "loses unfinished work but no acknowledged rows.",
     )
 
     def delay_s(self, failures: int) -> float:
