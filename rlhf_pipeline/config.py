@@ -366,7 +366,7 @@ def close_policy_rule(min_group_size: int | None, group_timeout_s: float | None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePath(Settings):
-    """The processing of a completed trajectory before it is stored."""
+    """How a completed trajectory is processed before it is stored."""
 
     estimator: Estimator | Callable[..., Any] = setting(
         "grpo",
@@ -410,8 +410,8 @@ class WritePath(Settings):
     group_timeout_s: float | None = setting(
         None,
         min=0,
-        help="Seconds after the arrival of a group's first member at which the group may close early; None for never. "
-        "Requires `min_group_size`.",
+        help="Seconds after the arrival of a group's first member at which the group may close early; None disables "
+        "early closing. Requires `min_group_size`.",
     )
 
     @property
@@ -486,14 +486,14 @@ class Sample(Settings):
 
     strategy: Strategy | Callable[..., Any] = setting(
         "fresh",
-        help="`fresh` uses all trajectories within the age limit, which in a run is the newest rollout. With `replay`, "
-        "it uses every trajectory once per epoch, in a new order in each epoch, with groups kept together and "
-        "`batch_size` trajectories per step. The other strategies draw `batch_size` trajectories. `uniform` draws "
-        "with equal probability, `recency` by age, and `priority` by the size of the advantage and by age. "
-        "`group` draws complete groups, `success` complete groups with a medium success rate, and `variance` "
-        "complete groups whose rewards vary. `mix` takes a part from the newest rollout and draws the rest by "
-        "age. `anchored` uses the complete newest rollout in its first step, and draws a batch by age in the "
-        "other steps of `learn.epochs`. See `rlhf_pipeline.buffer.samplers`. A custom function "
+        help="`fresh` uses all trajectories within the age limit; in a run, these are the trajectories of the newest "
+        "rollout. With `replay`, it uses every trajectory once per epoch, in a new order in each epoch, with "
+        "groups kept together and `batch_size` trajectories per step. The other strategies draw `batch_size` "
+        "trajectories. `uniform` draws with equal probability, `recency` by age, and `priority` by the size of "
+        "the advantage and by age. `group` draws complete groups, `success` complete groups with a medium success "
+        "rate, and `variance` complete groups whose rewards vary. `mix` draws a part from the newest rollout "
+        "and the rest by age. `anchored` uses the complete newest rollout in its first step, and draws a batch by "
+        "age in the other steps of `learn.epochs`. See `rlhf_pipeline.buffer.samplers`. A custom function "
         "(`StrategyFunction` in the same module) is also accepted; on a command line, specify `FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
@@ -739,7 +739,7 @@ class DPPO(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VESPO(Settings):
-    """The weight of `objective=vespo`: `exp(scale + power log w - scale w)` of a completion's importance weight `w`.
+    """The weight of `objective=vespo`: `exp(scale + power log w - scale w)` for a completion of importance weight `w`.
 
     Source: arXiv:2602.10693; the defaults are TRL's. `functional.policy_loss.vespo_loss` has the formula.
     """
@@ -831,14 +831,14 @@ class GRPO(Settings):
         None,
         above=0,
         help="Exclude completions with a negative advantage from the policy loss if the mean of `sampler - current "
-        "log-prob` over their tokens is above this value, in nats (DeepSeek-V3.2). The head is computed a second "
-        "time.",
+        "log-prob` over their tokens is above this value, in nats (DeepSeek-V3.2). Requires a second computation "
+        "of the head.",
     )
     top_entropy_quantile: float = setting(
         1.0,
         above=0,
         max=1,
-        help="Share of a step's tokens that have a policy loss, selected by highest entropy. arXiv:2506.01939 uses "
+        help="Share of a step's tokens, those with the highest entropy, that have a policy loss. arXiv:2506.01939 uses "
         "0.2. The other tokens still count in averages, as in TRL. Requires an additional forward pass and a "
         "single process.",
     )
@@ -947,7 +947,7 @@ class Learn(Settings):
         min=0,
         below=1,
         help="The warm-up as a share of the steps until the end of the schedule (`lr_decay_steps` if set, otherwise "
-        "`steps`), rounded up. Set either `warmup_steps` or `warmup_ratio`.",
+        "`steps`), rounded up. Set only one of `warmup_steps` and `warmup_ratio`.",
     )
     min_lr: float = setting(0.0, min=0, help="The final value of a decreasing learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
@@ -1143,7 +1143,7 @@ class Pipeline(Settings):
     description: str = setting("", help="A one-line description for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="Prerequisites, as one phrase for `rlhf-pipeline list`.")
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
-    write: WritePath = setting(factory=WritePath, help="The processing of a trajectory before it is stored.")
+    write: WritePath = setting(factory=WritePath, help="How a trajectory is processed before it is stored.")
     buffer: Buffer = setting(factory=Buffer, help="The store of trajectories.")
     sample: Sample = setting(factory=Sample, help="The trajectories that a step learns from.")
     loss: GRPO = setting(factory=GRPO, help="The loss.")
