@@ -131,8 +131,8 @@ class ScalarView(TensorDict):
             )
         if schema[name].ragged and schema[name].mutable:  # one that is not is rejected by the store
             raise DataError(
-                f"{key!r} has one value per token; give later values with storage.update(row_ids, {name}=[...]), one "
-                "array per trajectory."
+                f"{key!r} has one value per token, so set it with storage.update(row_ids, {name}=[...]), one array per "
+                "trajectory."
             )
         return name
 
@@ -147,7 +147,7 @@ _RAGGED: dict[Key, Key] = {
     ("log_probs", "prompt"): LOG_PROBS,
     ("log_probs", "response"): LOG_PROBS,
 }
-"""Keys of the prompt and response parts of a value, and the key of the whole."""
+"""Keys of the prompt and response parts of a value, and the key of the complete value."""
 
 
 def _flat(key: Any) -> Any:

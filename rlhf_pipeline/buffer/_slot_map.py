@@ -10,7 +10,7 @@ from trajectory_store import TrajectoryStore
 UNBOUNDED = int(np.iinfo(np.int64).max)
 
 IN_TURN_AT = -2
-"""The column of a row that took the next slot of a copied ring, whose first slot is not 0: this less its slot."""
+"""The column value, minus the slot, of a row that used the next slot of a copied ring whose first slot is not 0."""
 
 
 class SlotMap:
@@ -36,7 +36,7 @@ class SlotMap:
         self._left = np.empty(0, np.int64)
         self._before = 0
         self._chosen = self._had_aside = False
-        """Whether rows were ever written to chosen slots, and whether there ever were rows without a slot."""
+        """Whether rows were ever written to chosen slots, and whether rows without a slot ever existed."""
 
     def __len__(self) -> int:
         return self._size

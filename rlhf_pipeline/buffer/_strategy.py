@@ -170,7 +170,7 @@ class TrajectorySampler(Sampler):
         self._draws += 1
         if not len(selected):
             raise DataError(
-                f"none of the {len(view)} trajectories may be drawn: max_staleness={self.max_staleness}, "
+                f"none of the {len(view)} trajectories can be drawn: max_staleness={self.max_staleness}, "
                 f"max_uses={self.max_uses}, version={self.version}. Collect more, or widen the limits."
             )
         return torch.from_numpy(slots[selected]), self.info(view, selected)

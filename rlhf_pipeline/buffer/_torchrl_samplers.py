@@ -89,7 +89,9 @@ class StalenessAwareSampler(TrajectorySampler):
         else:
             weights = torch.as_tensor(self.staleness_weight_fn(torch.from_numpy(age))).double().numpy()
         if weights.shape != age.shape or not bool((weights >= 0).all()):
-            raise DataError(f"staleness_weight_fn must give one weight >= 0 for each of {len(age)} rows: {weights[:4]}")
+            raise DataError(
+                f"staleness_weight_fn must return a weight of at least 0 for each of {len(age)} rows; got {weights[:4]}"
+            )
         allowed, weights = allowed[weights > 0], weights[weights > 0]
         return allowed[gumbel_order(np.log(weights), rng)[:most]]
 

@@ -116,7 +116,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(storage, TrajectoryStorage):
             raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
         self.trajectories: TrajectoryStorage = storage
-        """The storage, with its own type."""
+        """The storage, with its specific type."""
         self.store: TrajectoryStore = storage.store
         """The store underneath."""
         self.seed = int(seed)
@@ -218,7 +218,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         """
         del update_priority
         if not isinstance(tensordicts, (TensorDictBase, Trajectories)):
-            raise DataError(f"extend takes a TensorDict of trajectories, not {type(tensordicts).__name__}")
+            raise DataError(f"extend needs a TensorDict of trajectories; got {type(tensordicts).__name__}")
         advantage = self._keep_groups()
         if tensordicts.n == 0 if isinstance(tensordicts, Trajectories) else 0 in tensordicts.batch_size:
             return self._write(None) if advantage is None else self.close_overdue()
@@ -426,8 +426,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
             ids = ids[: max(len(ids) - (store.watermark - watermark), 0)] if watermark <= store.watermark else ids
         if watermark > store.watermark:
             raise DataError(
-                f"the store at {store.path} has {store.watermark} trajectories, the step needs {watermark}. Wait "
-                "for the collector, or check the path of the store."
+                f"the store at {store.path} has {store.watermark} trajectories, but the step needs {watermark}. "
+                "Wait for the collector, or check the path of the store."
             )
         start = max(start, self.trajectories.floor)
         expected = min(max(watermark - start, 0), self.trajectories.max_size)
@@ -504,8 +504,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         ids = self._drawn(rows, step, batch_size, strategy, seed)
         if not len(ids):
             raise DataError(
-                f"no trajectory of the store at {self.store.path} may be drawn for step {step} "
-                f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}): widen the "
+                f"no trajectory of the store at {self.store.path} can be drawn for step {step} "
+                f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}). Widen the "
                 "limits of the strategy, or collect more."
             )
         return self._to_device(self.trajectories.read(row_ids=ids, keys=keys, text=text, then=rows.store))
@@ -547,15 +547,15 @@ def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
         return TrajectoryWriter()
     if isinstance(choice, str):
         raise DefinitionError(
-            f"writer={choice!r} is a name; writer= takes a TorchRL Writer. Processes that write to one store need "
-            "no names: they share its waiting groups."
+            f"writer={choice!r} is a name, but writer= needs a TorchRL Writer. Processes that write to the same store "
+            "need no names, because they share its waiting groups."
         )
     writer = choice if isinstance(choice, Writer) else choice()
     if not isinstance(writer, Writer):
         raise DefinitionError(f"writer returned a {type(writer).__name__}; pass a TorchRL Writer, or omit it.")
     if isinstance(writer, TensorDictMaxValueWriter):
         raise DefinitionError(
-            "TensorDictMaxValueWriter keeps the best rows by overwriting the others; a trajectory store keeps the "
+            "TensorDictMaxValueWriter keeps the best rows by overwriting the others, but a trajectory store keeps the "
             "newest and never overwrites rows. Keep all rows, and draw by value: sampler='priority' with the column "
             "'priority'."
         )

@@ -178,7 +178,7 @@ class AnchoredSampler(TrajectorySampler):
         super().__post_init__()
         if self.steps_per_rollout < 2:
             raise DefinitionError(
-                f"steps_per_rollout is {self.steps_per_rollout}; with fewer than 2, no step remains for replay."
+                f"steps_per_rollout is {self.steps_per_rollout}; it must be at least 2, or no step remains for replay."
             )
         self._newest = NewestSampler(steps_per_rollout=self.steps_per_rollout)
 
@@ -201,9 +201,9 @@ class RecencySampler(PrioritySampler):
 StrategyFunction = Callable[[StoreView, Ints, int, np.random.Generator], Ints]
 """A custom strategy: `(view, allowed int64 [m], most, rng) -> int64 [<= most]`, some of `allowed`, each once.
 
-`allowed` are the positions in the view that age and use limits leave, in the order of arrival, at least one;
-`view.column(name)`, `view.age` and `view.use_count` are arrays over the whole view. It must depend on its arguments
-alone, and take random numbers from `rng` alone: then a resumed run draws the same steps.
+`allowed` contains the positions in the view that satisfy the limits on age and use, in the order of arrival, at least
+one. `view.column(name)`, `view.age` and `view.use_count` are arrays over the complete view. The function must depend
+only on its arguments and draw random numbers only from `rng`, so that a resumed run draws the same batches.
 """
 
 
@@ -220,7 +220,7 @@ class FunctionSampler(TrajectorySampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        contract = "It takes view, allowed, most and rng, and returns at most `most` of the allowed."
+        contract = "It must accept view, allowed, most and rng, and return at most `most` of the allowed positions."
         with (
             tried(f"sample.strategy {function_name(self.function)}", f"8 trajectories. {contract}"),
             tempfile.TemporaryDirectory() as folder,
@@ -335,5 +335,5 @@ def as_sampler(strategy: str | StrategyFunction | TrajectorySampler, **arguments
     options = (*_LIMITS, *known_strategy.settings, *known_strategy.more)
     for name in arguments:
         if name not in options:
-            raise DefinitionError(f"the strategy {strategy!r} takes no {name!r}.{did_you_mean(name, options)}")
+            raise DefinitionError(f"the strategy {strategy!r} has no option {name!r}.{did_you_mean(name, options)}")
     return known_strategy.make(**arguments)

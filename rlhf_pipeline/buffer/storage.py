@@ -203,7 +203,7 @@ class TrajectoryStorage(Storage):
         with self._lock:
             slots = self._cursor_slots(cursor)
             if len(slots) != n:
-                raise DataError(f"{n} trajectories do not fit {len(slots)} slots")
+                raise DataError(f"{n} trajectories do not fit into {len(slots)} slots")
             if n:
                 self._append(rows, slots, in_turn=np.array_equal(slots, self._slots.expected(n)))
                 if set_cursor:
@@ -278,7 +278,7 @@ class TrajectoryStorage(Storage):
         if not in_turn:
             if SLOT not in self.store.schema:
                 raise DataError(
-                    f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in turn "
+                    f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in order "
                     f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
                 )
             rows[SLOT] = slots
@@ -377,7 +377,7 @@ class TrajectoryStorage(Storage):
         """Set the priorities of rows by their ids, as `set_priority` does by slot."""
         values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1)
         if values.numel() not in (1, len(ids)):
-            raise DataError(f"{values.numel()} priorities do not fit {len(ids)} rows; give one each, or one for all")
+            raise DataError(f"got {values.numel()} priorities for {len(ids)} rows; pass one per row, or one for all")
         if not bool((values.isfinite() & (values >= 0)).all()):
             raise DataError(f"a priority must be finite and not negative; got {values[:8].tolist()}")
         self.update(ids, priority=values.expand(len(ids)))
@@ -522,7 +522,7 @@ class TrajectoryStorage(Storage):
             mark = self.refresh()
             if mark < state_dict["watermark"]:
                 raise RunMismatchError(
-                    f"the store at {source} has {mark} trajectories, the checkpoint was taken at "
+                    f"the store at {source} has {mark} trajectories, but the checkpoint was taken at "
                     f"{state_dict['watermark']}; restore the folder, or start a new run"
                 )
             return
@@ -542,7 +542,7 @@ class TrajectoryStorage(Storage):
         """
         if len(self):
             raise RunMismatchError(
-                f"the storage at {self.store.path} contains {len(self)} trajectories; load into a new one"
+                f"the storage at {self.store.path} contains {len(self)} trajectories; load into an empty storage"
             )
         try:
             source = TrajectoryStore.open(path, mode="r")
@@ -656,7 +656,7 @@ _DERIVED: frozenset[Key] = frozenset(
 def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
     """Return the arguments of `TrajectoryStore.append` for a batch."""
     if not isinstance(data, (TensorDictBase, Trajectories)):
-        raise DataError(f"a storage of trajectories takes TensorDicts, not {type(data).__name__}")
+        raise DataError(f"a storage of trajectories needs TensorDicts; got {type(data).__name__}")
     columns = trajectories_of(data) if isinstance(data, TensorDictBase) else data
     if not columns.n:
         return 0, {}
@@ -784,7 +784,7 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
 
 
 Alike = dict[int, tuple[torch.Tensor, RaggedArray]]
-"""Ragged columns by the id of their lengths, which it keeps alive: no others get their id meanwhile."""
+"""Ragged columns by the id of their lengths. It keeps the lengths alive, so no other object gets the same id."""
 
 
 def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Alike) -> Any:
@@ -821,7 +821,8 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Al
     if not column.ragged:
         if len(array) != n:
             raise DataError(
-                f"{key!r} has {len(array)} values for {n} trajectories; the column '{column.name}' needs one each"
+                f"{key!r} has {len(array)} values for {n} trajectories; the column '{column.name}' needs one per "
+                "trajectory"
             )
         return array
     if value.lengths is None:
@@ -848,7 +849,7 @@ def _report_unknown(key: Key, value: Flat | Text, schema: Schema) -> None:
         if any(column.name == key for column in PROVENANCE):
             column = "rlhf_pipeline.buffer.trajectory_schema.PROVENANCE"
         _log.warning(
-            "not stored, as the schema has no column for it: %r.%s To keep it: TrajectoryStorage(path, extra=%s).",
+            "not stored, because the schema has no column for it: %r.%s To keep it: TrajectoryStorage(path, extra=%s).",
             key,
             hint if hint.startswith(" Did") else "",
             column,

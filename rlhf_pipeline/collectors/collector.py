@@ -72,16 +72,16 @@ class Rollout:
     index: int
     num_trajectories: int
     num_tokens: int
-    """Completion tokens sampled; 0 if the rollout was in the store already."""
+    """Completion tokens sampled; 0 if the rollout was already in the store."""
     task_reward: float | None
-    """Mean over the rollout's graded trajectories, unshaped; None if it is no longer known."""
+    """Mean over the rollout's graded trajectories, unshaped; None if it is no longer available."""
     num_failed: int
-    """Trajectories that failed: their environment, or a reward function."""
+    """Trajectories whose environment or reward function failed."""
     seconds: float
     from_store: bool
-    """True if the rollout was in the store already, from a run that was killed, so nothing was sampled."""
+    """True if the rollout was already in the store, from a killed run, so nothing was sampled."""
     figures: Figures = field(default_factory=dict[str, "float | int | None"])
-    """Of `rollout_figures`; empty if part of the rollout is no longer known."""
+    """Metrics from `rollout_figures`; empty if a part of the rollout is no longer available."""
 
 
 class Collector:
@@ -196,15 +196,15 @@ class Collector:
             prompts, None if self.conversations is None else self.conversations.make, seed
         )
         self.keeps_each = self.conversations is not None and has_effects(self.conversations.make)
-        """Whether each conversation is stored as it ends, so that a kill repeats none that has effects."""
+        """Whether each conversation is stored when it ends, so that a kill repeats none with external effects."""
         if self.keeps_each:
             _check_keeps_each(config, self.grader, kl_reward)
         self.stored = StoredGroups(buffer.store)
-        """Finds groups that are in the store already."""
+        """Finds groups that are already in the store."""
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
-                f"MCAdvantage has batch_groups={buffer.batch_groups} and a rollout {config.prompts_per_rollout} "
-                "groups. A batch is a rollout: set both to the same number."
+                f"MCAdvantage has batch_groups={buffer.batch_groups}, but a rollout has {config.prompts_per_rollout} "
+                "groups. Set both to the same number, because a batch is a rollout."
             )
 
     def collect(
@@ -309,9 +309,9 @@ class Collector:
             figures |= self._dynamic_figures(rollout, joined.cursors[owner[places]], joined.steered[places])
             if say is not None and len(joined.spread) < len(groups):
                 say(
-                    f"rollout {rollout}: after {len(rounds)} rounds (collect.dynamic) {len(joined.spread)} of "
-                    f"{len(joined.prompts)} groups have {config.dynamic_by or 'rewards'} not all equal; "
-                    f"{len(groups) - len(joined.spread)} without spread fill the rollout."
+                    f"rollout {rollout}: groups with spread in their {config.dynamic_by or 'rewards'} after "
+                    f"{len(rounds)} rounds (collect.dynamic): {len(joined.spread)} of {len(joined.prompts)}; groups "
+                    f"without spread that fill the rollout: {len(groups) - len(joined.spread)}."
                 )
         num_tokens = int(sampled.numbers(keys.ASSISTANT_MASK).sum())
         return self._summary(rollout, rewards, num_tokens, started, figures=figures, from_store=False)
@@ -601,8 +601,8 @@ class Collector:
         if completions.aborted is not None:
             raise EngineError(
                 f"the engine {self.policy.engine.name} aborted {int(completions.aborted.sum())} of "
-                f"{len(completions)} completions of this rollout; none of it was stored. Did another client of the "
-                "engine cancel them? Repeat the command with --resume: the rollout is sampled again."
+                f"{len(completions)} completions of this rollout, so it was not stored. Check whether another client "
+                "of the engine cancelled them, then repeat the command with --resume to sample the rollout again."
             )
         return completions
 

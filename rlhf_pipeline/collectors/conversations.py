@@ -62,14 +62,14 @@ from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
 from rlhf_pipeline.user_code.threads import Lane
 
 _CHARACTERS_A_TOKEN: Final = 32
-"""A reply with more characters per token of room is not encoded to see that it is too long."""
+"""A reply with more characters than this per remaining token is rejected as too long without being encoded."""
 _PREFIX_TOKENS: Final = 64
-"""Tokens before a turn that may decide how it is read."""
+"""Tokens before a turn that can affect how it is parsed."""
 _UNBOUNDED: Final = 1 << 30
 _LOOK_S: Final = 0.5
-"""How often a wait for a reply looks whether the engine must end."""
+"""The interval at which a wait for a reply checks whether the engine must end."""
 _LONG_S: Final = 1.0
-"""Steps in place that take longer than this in one rollout, and most of its time, are mentioned."""
+"""Steps in place are reported if they take longer than this, and most of the time, in one rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class Conversation:
     outcome_row: int | None = None
     edited_histories: int = 0
     first_key: int = 0
-    """What the stream of random numbers of the conversation has been moved by."""
+    """The offset of the conversation's stream of random numbers."""
 
     @property
     def at(self) -> ConversationRow:
@@ -249,7 +249,7 @@ class _Kind:
     tools: RenderedTools
     rewards: tuple[str, ...] | None
     overlaps: bool
-    """Its calls run beside sampling, see `environments.environment.is_parallel`."""
+    """Its calls run concurrently with sampling; see `environments.environment.is_parallel`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +262,7 @@ class _First:
     tools: RenderedTools = field(default_factory=RenderedTools)
     variant: str = ""
     is_other: bool = False
-    """It is a history other than the prompt, so its random numbers follow from its tokens."""
+    """Whether it is a history other than the prompt, so its random numbers depend on its tokens."""
 
 
 class Conversations:
@@ -289,7 +289,7 @@ class Conversations:
         self.has_template = getattr(policy.tokenizer, "chat_template", None) is not None
         self.as_chat = as_chat and self.has_template
         self._parsers: dict[str, TurnParser] = {}
-        """By the tools that they read calls of."""
+        """The parsers, by the tools whose calls they parse."""
         self.ends = end_texts(policy.tokenizer, policy.eos_token_ids)
         makers = self.make.makers if isinstance(self.make, Environments) else {"": self.make}
         self.kinds = {name: self._kind(make) for name, make in makers.items()}
@@ -304,7 +304,7 @@ class Conversations:
         self._lanes: list[Lane] = []
         """The thread of each conversation."""
         self._overlaps: list[bool] = []
-        """Which conversations' calls run beside sampling."""
+        """For each conversation, whether its calls run concurrently with sampling."""
         self._calls: dict[int, Call] = {}
         """The newest of these calls, by conversation."""
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -376,8 +376,8 @@ class Conversations:
                 if aborted and not self._may_retry:
                     raise EngineError(
                         f"the engine {self.policy.engine.name} aborted {aborted} of {len(rows)} conversations of "
-                        "this rollout; none of it was stored. Did another client of the engine cancel them? Repeat "
-                        "the command with --resume: the rollout is sampled again."
+                        "this rollout, so it was not stored. Check whether another client of the engine cancelled "
+                        "them, then repeat the command with --resume to sample the rollout again."
                     )
             left = [place for place in left if _is_to_retry(newest[place])]
             if not left:
@@ -395,9 +395,9 @@ class Conversations:
     def _mention_slow_steps(self, taken_s: float) -> None:
         if self._in_place_s > max(_LONG_S, taken_s / 2):
             process_runtime().notice(
-                f"the environment took {self._in_place_s:.0f} of the {taken_s:.0f} s of a rollout, one conversation "
-                "after the other. If its objects may be used in several threads, set `parallel = True` on the "
-                "class: its calls then run concurrently (docs/environments.md).",
+                f"calls of the environment, one after the other, took {self._in_place_s:.0f} of the {taken_s:.0f} s of "
+                "a rollout. If its objects can be used in several threads, set `parallel = True` on the class: the "
+                "calls then run concurrently (docs/environments.md).",
                 once="slow steps in place",
             )
 
@@ -487,7 +487,7 @@ class Conversations:
             ):
                 raise DefinitionError(
                     f"reset returns different inputs for members of the group of prompt {int(cursors[index])}, but "
-                    "a group compares answers to the same input: let it depend only on the prompt and the seed."
+                    "a group compares answers to the same input. Make reset depend only on the prompt and the seed."
                 )
             begun: tuple[Any, _First] | None = None
             for place in group:
@@ -586,7 +586,7 @@ class Conversations:
         ids = encode_prompt(self.policy.tokenizer, observation, as_chat=as_chat, tools=schemas, template=self.template)
         if len(ids) >= most:
             raise DataError(
-                f"the text of reset has {len(ids)} tokens and a row at most {most}, so no completion fits. Raise "
+                f"the text of reset has {len(ids)} tokens, but a row has at most {most}, so no completion fits. Raise "
                 "collect.max_row_tokens, or skip the prompt."
             )
         return _First(messages=messages, ids=ids, as_chat=as_chat, tools=tools, variant=variant, is_other=is_other)
@@ -779,9 +779,9 @@ class Conversations:
         if match.is_edited:
             conversation.edited_histories += 1
             process_runtime().notice(
-                "a history contains a changed turn of the policy (other text, even a space, or other messages "
-                "before it). It begins a new row of the episode, in which that turn is encoded as text. "
-                "`edited_histories` in meta counts these.",
+                "a history contains a turn of the policy whose text or preceding messages were changed (a space "
+                "is enough). It begins a new row of the episode, in which that turn is encoded as text. "
+                "`edited_histories` in meta counts these histories.",
                 once="edited history",
             )
         turn = match.place
@@ -961,8 +961,8 @@ class Conversations:
             if sent is by_user and any(message["role"] != "user" for message in replies):
                 conversation.fallback_replies += 1
                 process_runtime().notice(
-                    f"{name_of(self.policy.tokenizer)} has no place for a tool's reply to a malformed call: such "
-                    f"replies are sent as user messages, and counted as fallback_replies in `meta` ({refusal}).",
+                    f"{name_of(self.policy.tokenizer)} does not support a tool's reply to a malformed call. Such "
+                    f"replies are sent as user messages and counted as fallback_replies in `meta` ({refusal}).",
                     once="fallback replies",
                 )
             return ids, sent

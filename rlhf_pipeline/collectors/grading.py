@@ -34,11 +34,11 @@ from rlhf_pipeline.user_code.outputs import Result, result_of, results_of
 from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
 
 _LOOK_S: Final = 0.05
-"""How often the waiting thread looks for a deadline or a request to stop; a call that ends wakes it at once."""
+"""The interval at which the waiting thread checks for a deadline or a stop request; a call that ends wakes it."""
 _GRACE_S: Final = 2.0
 """How long calls may continue after a request to stop before the rollout is cancelled."""
 _SAY_AFTER_S: Final = 10.0
-"""How long a call is waited for before it is named."""
+"""The wait after which a running call is reported."""
 _MAIN_ONLY: Final = "signal only works in main thread"
 
 
@@ -51,17 +51,17 @@ class Grade:
     error: str | None = None
     """One line about the failure, or None."""
     kind: str = ""
-    """Why there is no reward: `timeout`, `grader_error`, `not_applicable` (every function returned None), or what
-    `LeftOut` gave, such as `truncated`; empty where there is one."""
+    """Why there is no reward: `timeout`, `grader_error`, `not_applicable` (every function returned None), or the
+    reason in `LeftOut`, such as `truncated`; empty if there is a reward."""
     values: tuple[float, ...] = ()
-    """The result of each reward function; NaN where it did not apply or failed."""
+    """The result of each reward function; NaN if it did not apply or failed."""
     by: str = ""
     """The name of the function that failed, or excluded the trajectory."""
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
-    """The components that a function gave, by its name."""
+    """The components that each function returned, by the function's name."""
 
     retried: tuple[str, ...] = ()
-    """The failures of calls that were made again."""
+    """The failures of calls that were retried."""
 
     @property
     def broken(self) -> bool:
@@ -78,11 +78,11 @@ class _Graded:
     places: tuple[int, ...]
     group: tuple[Sampled, ...]
     call: Call | None = None
-    """The newest try; None until it is made."""
+    """The newest attempt; None before the first."""
     is_named: bool = False
     outcome: list[Result] | BaseException | None = None
     retried: tuple[str, ...] = ()
-    """The failures of earlier tries."""
+    """The failures of earlier attempts."""
 
 
 class Grader:
@@ -328,7 +328,7 @@ class Grading:
         for graded in self._calls.values():
             if graded.outcome is None and not graded.is_named and now - _start_of(graded, now) > _SAY_AFTER_S:
                 graded.is_named = True
-                say(f"waiting for {_described(graded)}, for {now - _start_of(graded, now):.0f} s now ...")
+                say(f"still waiting for {_described(graded)} after {now - _start_of(graded, now):.0f} s ...")
 
     def _waited_for(self) -> str:
         running = [graded for graded in self._calls.values() if graded.outcome is None]

@@ -30,9 +30,9 @@ from rlhf_pipeline.user_code.outputs import named_rewards, plain_json
 from rlhf_pipeline.user_code.runtime import Call, process_runtime
 
 OUTPUT_BYTES: Final = 1 << 16
-"""The end of the output of a command that is read."""
+"""The number of bytes that are read from the end of a command's output."""
 SETTLE_S: Final = 0.002
-"""Seconds for which requests that were sent together may arrive, so that their order does not matter."""
+"""Seconds to wait for requests that were sent together, so that their order of arrival has no effect."""
 
 
 class AgentProgram:
@@ -69,8 +69,8 @@ class AgentProgram:
             raise DefinitionError(f"AgentProgram: repeats is {repeats!r}; it must be 'retry' or 'sample'.")
         if not callable(run) and not _is_command(run):
             raise DefinitionError(
-                f"AgentProgram: run is {run!r:.60}; give a function run(base_url, api_key, prompt), or a command as a "
-                'list of arguments: ["python", "agent.py"].'
+                f"AgentProgram: run is {run!r:.60}; it must be a function run(base_url, api_key, prompt), or a command "
+                'as a list of arguments: ["python", "agent.py"].'
             )
         self.run, self.has_effects = run, has_effects
         self.repeats: Repeats = repeats
@@ -163,7 +163,7 @@ class ProgramConversation:
         if self.session.num_repeats:
             process_runtime().notice(
                 "an agent program repeated an earlier request and received the same response, because equal requests "
-                "are retries. For another sample, set `n` or `seed`, or "
+                "are treated as retries. For another sample, set `n` or `seed`, or "
                 'AgentProgram(run, repeats="sample").',
                 once="repeated requests",
             )
@@ -262,7 +262,7 @@ async def run_command(command: Sequence[str], base_url: str, api_key: str, promp
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     if status:
-        raise RuntimeError(f"{command[0]} ended with status {status}: {_last_line(errors)[:200] or 'no message'}")
+        raise RuntimeError(f"{command[0]} exited with status {status}: {_last_line(errors)[:200] or 'no message'}")
     line = _last_line(output)
     try:
         reward = json.loads(line)

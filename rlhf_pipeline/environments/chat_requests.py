@@ -51,9 +51,9 @@ class Parameter:
     treatment: str
     """`honoured`, `ignored` or `rejected`."""
     rule: str
-    """What that means, for the table of docs/environments.md."""
+    """What this treatment means, for the table of docs/environments.md."""
     accepts: Callable[[Any], bool] = lambda value: True
-    """Whether a value is accepted; a parameter that is rejected accepts those that ask for nothing."""
+    """Whether a value is accepted; a rejected parameter accepts the values that have no effect."""
 
 
 def _is_off(value: Any) -> bool:

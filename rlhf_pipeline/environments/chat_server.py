@@ -289,7 +289,7 @@ async def _send(
 
 
 _SERVER: ChatServer | None = None
-"""One for the process, so that its address does not depend on who asks first."""
+"""One per process, so that its address does not depend on which caller starts it."""
 _MAKING = threading.Lock()
 
 

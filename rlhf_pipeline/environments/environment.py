@@ -41,11 +41,11 @@ class Turn:
     finish_reason: str = "stop"
     """`stop`, or `length` for a turn that the limit of tokens ended."""
     content: str = ""
-    """The text without what a tool call or thinking takes of it; `text` where nothing was parsed."""
+    """The text without tool calls and thinking; equal to `text` if nothing was parsed."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    """The calls that transformers' parser found: `id`, `name` and `arguments` each. Only with `tools`."""
+    """The calls that the parser of transformers found, each with `id`, `name` and `arguments`. Only with `tools`."""
     call_error: str | None = None
-    """Why a call could not be read, in one line, or None."""
+    """The reason why a call could not be parsed, in one line, or None."""
     token_ids: Sequence[int] = ()
 
     def __str__(self) -> str:
@@ -61,29 +61,29 @@ class Step:
     """
 
     reply: str | Sequence[Message] = ""
-    """Text, which becomes a message of the user where the policy has a chat template, or messages."""
+    """Text or messages. Text becomes a user message if the policy has a chat template."""
     _: KW_ONLY
     done: bool = False
     """Whether the conversation is over; the reply is then not shown to the policy."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Named rewards of this turn; those of one name add up over the conversation."""
+    """Named rewards of this turn; rewards with the same name are summed over the conversation."""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values that are stored with the trajectory as JSON; a later turn's replace those of the same name."""
+    """Values that are stored with the trajectory as JSON; later values replace earlier ones with the same name."""
     history: Sequence[Message] | None = None
-    """In place of a reply: all messages that the policy sees next, for example a compacted history, or what a sub-agent
-    or a judge that shares the policy reads. If they continue a turn of the policy, the tokens up to it are the stored
-    ones: its row continues, or, if it continued differently, a new row begins with them. Other messages begin a new
-    row of the episode."""
+    """Instead of a reply: all messages that the policy sees next, for example a compacted history, or the input of a
+    sub-agent or a judge that shares the policy. If the messages continue a turn of the policy, the stored tokens up to
+    that turn are used: its row continues, or a new row begins with these tokens if the row has already continued
+    differently. Other messages begin a new row of the episode."""
     tools: Sequence[Any] | None = None
-    """With a history: the tools that the policy sees; None shows those of the environment."""
+    """With a history: the tools that the policy sees; None shows the environment's tools."""
     variant: str = ""
-    """With a history: another variant draws another sample for equal messages."""
+    """With a history: a different variant draws a different sample for the same messages."""
     row: int | None = None
     """The row of the episode that the reply continues, by the order in which the rows began, from 0; None is the row
     that has the turn. With `done`: the row that has the outcome."""
     call_errors: int = 0
-    """How many calls of the turn could not be made as the policy wrote them, which the reply reports; those that
-    could not be parsed are counted already."""
+    """The number of calls of the turn that could not be made as the policy wrote them and that the reply reports.
+    Calls that could not be parsed are already counted."""
 
 
 @runtime_checkable

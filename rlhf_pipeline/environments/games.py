@@ -18,7 +18,7 @@ from rlhf_pipeline.settings import Settings, setting
 MOVES: Final = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 """Rows and columns of each move."""
 LAKE_ALPHABET: Final = "LDRU.,O#G"
-"""What `FrozenLake` shows and reads, one character a token."""
+"""The alphabet of `FrozenLake`, one character per token."""
 
 Cell = tuple[int, int]
 
@@ -137,7 +137,7 @@ class FrozenLake:
 
 
 SOKOBAN_ALPHABET: Final = "LDRU#_XOPS*"
-"""What `Sokoban` shows and reads, one character a token."""
+"""The alphabet of `Sokoban`, one character per token."""
 
 
 @dataclass(frozen=True, slots=True)

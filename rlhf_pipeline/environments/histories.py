@@ -55,11 +55,11 @@ class Continued(Generic[Place]):
     """What some messages continue."""
 
     place: Place | None = None
-    """Of the newest returned turn that they continue; None if they continue none."""
+    """The place of the newest returned turn that they continue; None if they do not continue any."""
     count: int = 0
     """The number of messages up to that turn."""
     is_edited: bool = False
-    """They contain a turn that was returned, with other text or after other messages."""
+    """Whether they contain a returned turn with different text or after different messages."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Histories(Generic[Place]):
     """
 
     places: dict[str, Place] = field(default_factory=dict[str, Place])
-    """By the digest of the messages up to a turn, and of the tools that were shown with them."""
+    """The places, by the digest of the messages up to a turn and of the tools that were shown with them."""
     prompt_digests: set[str] = field(default_factory=set[str])
     """The digests of the messages before turns."""
     turns: set[str] = field(default_factory=set[str])

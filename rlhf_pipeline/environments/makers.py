@@ -23,7 +23,7 @@ from rlhf_pipeline.environments.tools import MethodTools, Tools
 from rlhf_pipeline.errors import DefinitionError
 
 COLUMN: Final = "environment"
-"""The column that names a prompt's environment, as in TRL."""
+"""The column that specifies a prompt's environment, as in TRL."""
 
 Maker = Callable[[], Environment]
 
@@ -43,7 +43,7 @@ class Environments:
 
     def __init__(self, choices: Mapping[str, Any], *, column: str = COLUMN) -> None:
         if not choices:
-            raise DefinitionError("environment is an empty dict; give it at least one environment by name.")
+            raise DefinitionError("environment is an empty dict; add at least one environment by name.")
         self.choices = dict(choices)
         self.makers = {name: maker_of(choice) for name, choice in choices.items()}
         self.column = column
@@ -66,8 +66,8 @@ class Environments:
         name = prompt.meta.get(self.column)
         if name not in self.makers:
             raise DefinitionError(
-                f"a prompt has {self.column}={name!r}, but the environments are {', '.join(self.makers)}. Give each "
-                f"prompt's data a column {self.column!r} with one of these."
+                f"a prompt has {self.column}={name!r}, but the environments are {', '.join(self.makers)}. Add a "
+                f"column {self.column!r} with one of these names to the data of each prompt."
             )
         return cast(str, name)
 
@@ -92,7 +92,7 @@ class Factory:
             try:
                 kind = type(self.make())
             except Exception as error:  # whatever a user's function raises is about the definition
-                raise DefinitionError(f"the environment cannot be made: {type(error).__name__}: {error}") from error
+                raise DefinitionError(f"the environment cannot be created: {type(error).__name__}: {error}") from error
         return kind if hasattr(kind, "step") else MethodTools(self.make, kind)
 
     @property

@@ -42,9 +42,9 @@ class Outcome:
     """What happens to the conversation."""
     reward: str = "as returned"
     learned: bool = True
-    """Whether it counts in the baseline of its group and in the loss."""
+    """Whether it is included in the baseline of its group and in the loss."""
     evaluated: bool = True
-    """Whether an evaluation counts it; `evaluation/failed` counts the others."""
+    """Whether an evaluation includes it; `evaluation/failed` counts the others."""
     finish_reason: str = ""
     failure: str = ""
     """Stored as `failure_reason`; empty if its reward is trusted."""

@@ -28,7 +28,7 @@ ARGUMENT_ERRORS: Final = (
 )
 """Errors of a tool that are reported to the policy, because arguments cause them; any other fails the conversation."""
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
-"""Methods of a class in TRL's form that are no tools."""
+"""Methods of a class in TRL's form that are not tools."""
 
 
 class Tools:
@@ -68,7 +68,7 @@ class Tools:
         told: Sequence[type[Exception]] = (),
     ) -> None:
         if not functions:
-            raise DefinitionError("Tools: give it at least one function.")
+            raise DefinitionError("Tools needs at least one function.")
         self.functions = {_name(function): function for function in functions}
         self.has_effects = has_effects
         self.told = (*ARGUMENT_ERRORS, *told)
@@ -213,7 +213,9 @@ def _as_text(name: str, result: Any) -> str:
     try:
         return json.dumps(plain, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise RuntimeError(f"the tool {name} returned {type(result).__name__}: neither text nor JSON") from error
+        raise RuntimeError(
+            f"the tool {name} returned {type(result).__name__}, which is neither text nor JSON"
+        ) from error
 
 
 def _messages(prompt: Prompt, returned: Any) -> Sequence[Mapping[str, Any]] | None:

@@ -69,7 +69,7 @@ class Verifiers:
     def task_of(self, prompt: Prompt) -> Any:
         """Return the task of a prompt."""
         if prompt.meta.get("idx") not in self._tasks:
-            raise DefinitionError("the prompts do not belong to this environment: pass prompts=NAME.prompts().")
+            raise DefinitionError("the prompts do not come from this environment: pass prompts=NAME.prompts().")
         return self._tasks[prompt.meta["idx"]]
 
     async def serve(self) -> None:
@@ -104,7 +104,8 @@ class _OneAgent(ChatSession):
         self.agent = self.agent or key
         if key != self.agent:
             raise ChatError(
-                "a second agent uses the policy, but a conversation has only one agent: give it a separate client"
+                "a second agent uses the policy, but a conversation has only one agent: use a separate client for "
+                "the second one"
             )
         return super().submit(request, key=key, size=size, is_retry=is_retry)
 

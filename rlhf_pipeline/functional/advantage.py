@@ -34,20 +34,20 @@ STD_FLOOR: Final = 1e-6
 """The smallest divisor, as in TorchRL."""
 
 RELATIVE_SPREAD_FLOOR: Final = 1e-12
-"""A range of at most this part of the largest absolute value is rounding, not signal, in float64 sums."""
+"""A range of at most this fraction of the largest absolute value is rounding, not signal, in float64 sums."""
 FLOAT32_RESOLUTION: Final = 2.0**-23
-"""The same of values that were rounded to float32, as stored rewards are: neighbours differ by up to this part."""
+"""The same for values rounded to float32, such as stored rewards: neighbours differ by up to this fraction."""
 
 
 EstimatorFunction = Callable[..., torch.Tensor]
 """An estimator: `(returns float64 [N], groups int64 [N], lengths [N] or None) -> advantages [N]`, finite.
 
 The members of a group have its number, from 0, and may come in any order; advantages of groups without spread are set
-to 0 afterwards. It sees whole groups, and one of your own must not depend on which of them come in one call.
+to 0 afterwards. A call contains complete groups; a custom estimator must not depend on which groups are in one call.
 
-One with the further arguments `rewards`, `names` or `weights` gets those of the fields of `NamedRewards` by name: the
-named rewards float64 [N, R], each unweighted and NaN where it does not apply, and what each of the R is called and
-weighs. A group then has spread if any reward has.
+A function with the additional arguments `rewards`, `names` or `weights` receives these fields of `NamedRewards` by
+name: the named rewards float64 [N, R], unweighted and NaN where one does not apply, with the name and the weight of
+each. A group then has spread if any of its rewards has spread.
 """
 
 
@@ -383,8 +383,8 @@ def check_estimator(estimator: str | EstimatorFunction, rewards: Mapping[str, fl
         shifted = torch.stack([returns.double().roll(number) for number in range(len(rewards))], 1)
         components = NamedRewards(shifted, tuple(rewards), tuple(rewards.values()))
     contract = (
-        "It takes returns [N], groups [N] and lengths [N] or None, perhaps rewards [N, R], names and weights by name, "
-        "and returns advantages [N]."
+        "It must accept returns [N], groups [N] and lengths [N] or None, optionally rewards [N, R], names and weights "
+        "by name, and return advantages [N]."
     )
     with tried(f"write.estimator {function_name(estimator)}", f"groups of 3 and 2. {contract}"):
         group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths, named=components)

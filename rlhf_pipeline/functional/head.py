@@ -152,7 +152,7 @@ def check_head_shapes(hidden: torch.Tensor, head: Head, targets: torch.Tensor, c
             "rollouts at temperature 1.0."
         )
     if chunk_size is not None and chunk_size < 1:
-        raise DefinitionError(f"chunk_size must be 1 or more rows, or None; got {chunk_size}.")
+        raise DefinitionError(f"chunk_size must be at least 1 row, or None; got {chunk_size}.")
     if soft_cap is not None and not soft_cap > 0.0:
         raise DefinitionError(f"soft_cap must be above 0, or None for logits without a cap; got {soft_cap}.")
 

@@ -77,9 +77,9 @@ LossTerms = tuple[pl.TokenLoss, torch.Tensor]
 ObjectiveFunction = Callable[[PolicyTokens], torch.Tensor | pl.TokenLoss]
 """A custom objective: `(tokens) -> loss per token [n]`, to be minimised, with a gradient to `tokens.log_probs`.
 
-It gets all tokens of whole sequences of one micro-batch, with `index`; `sequences` may count some without a token. What
-it returns is unweighted: the aggregation of the definition weighs it, so a token's loss must not depend on which other
-sequences come along. A `policy_loss.TokenLoss` also reports where it was clipped, for `clip_fraction`.
+It receives all tokens of the complete sequences of one micro-batch, with `index`; `sequences` may include some without
+tokens. Its output is unweighted: the definition's aggregation applies the weights, so a token's loss must not depend on
+the other sequences of the micro-batch. A `policy_loss.TokenLoss` also reports the clipped tokens, for `clip_fraction`.
 """
 
 F = TypeVar("F", bound=ObjectiveFunction)
@@ -171,7 +171,7 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
         return OBJECTIVES[objective]
     reads_entropy = bool(getattr(objective, "needs_entropy", False))
     name, tokens = function_name(objective), _six_tokens(entropy=reads_entropy)
-    contract = "It takes functional.objectives.PolicyTokens and returns the loss of each token."
+    contract = "It must accept functional.objectives.PolicyTokens and return the loss of each token."
     with tried(f"loss.objective {name}", f"six tokens. {contract}"):
         (loss, *_), _ = _terms_of(objective, tokens)
         finite = bool(torch.isfinite(loss).all())

@@ -14,7 +14,7 @@ import torch
 __all__ = ["clip_cov_mask", "top_entropy_mask"]
 
 SAME_ENTROPY: Final = 1e-5
-"""In nats. The members of a group begin in the same context: rounding must not part tokens at the threshold."""
+"""In nats. The members of a group begin in the same context: rounding must not separate tokens at the threshold."""
 
 
 def top_entropy_mask(entropy: torch.Tensor, share: float) -> torch.Tensor:

@@ -89,7 +89,7 @@ class _Scorer:
         if entropy:
             raise DefinitionError(
                 f"entropy_bonus=True needs an entropy, but {type(self.actor).__name__} returns only log-probs. Pass "
-                "entropy_bonus=False, or give the actor hidden_states and head_weight."
+                "entropy_bonus=False, or add hidden_states and head_weight to the actor."
             )
         batch = _where(self.actor, batch)
         scores = self.actor.log_probs(batch.tokens, batch.attention, batch.mask)

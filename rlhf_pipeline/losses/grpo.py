@@ -48,7 +48,7 @@ _ESS = {
     "ESS": ("num_tokens", "weight_sum", "weight_square_sum"),
     "ess_sequence": ("num_sequences", "sequence_weight_sum", "sequence_weight_square_sum"),
 }
-"""The effective sample sizes, each with the three sums that it is computed from."""
+"""The effective sample sizes, each with the three sums from which it is computed."""
 _SUMS = tuple(dict.fromkeys([*_MEANS.values(), *(name for sums in _ESS.values() for name in sums)]))
 
 
@@ -247,7 +247,7 @@ class GRPOLoss(LossModule):
         group: NestedKey = keys.GROUP_ID
 
     tensor_keys: Any  # pyright: ignore[reportIncompatibleMethodOverride]
-    """The keys, as changed by `set_keys`: TorchRL's property, whose type lacks those that are ours."""
+    """The keys, as changed by `set_keys`: TorchRL's property, whose type lacks the keys of this class."""
     output_type: type[GRPOLossOutput] = GRPOLossOutput
 
     settings: LossSettings
@@ -306,7 +306,7 @@ class GRPOLoss(LossModule):
         return None if actor is None else TensorDictParams(TensorDict.from_module(actor), no_convert=True)
 
     target_actor_network_params = actor_network_params
-    """The same: nothing here is delayed behind the actor."""
+    """The same parameters: there is no delayed copy of the actor."""
     critic_network = critic_network_params = target_critic_network_params = None
     """GRPO has no critic."""
 

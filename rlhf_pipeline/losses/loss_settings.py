@@ -119,7 +119,7 @@ TORCHRL_DEFAULTS: Mapping[str, Any] = {
     "ref_log_prob_padding_side": None,
     "ref_log_prob_padding_value": 0.0,
 }
-"""TorchRL's keywords that are no settings here, or have another default; they hold without a settings object."""
+"""TorchRL's keywords that are not settings here or have another default; they apply without a settings object."""
 
 _RENAMED = {
     "clip_epsilon_low": "clip_low",
@@ -133,7 +133,7 @@ _PAIRS = {
 }
 _NAMES = [item.name for item in settings_of(LossSettings)]
 KEYWORDS = frozenset({*_NAMES, *TORCHRL_DEFAULTS, *_RENAMED, *_PAIRS, "icepop_level"})
-"""What `GRPOLoss` takes by name: every setting, in TorchRL's spelling too."""
+"""The keyword arguments of `GRPOLoss`: every setting, also in TorchRL's spelling."""
 
 _REFUSED = {
     "critic_network": "GRPO has no critic; its baseline is the group. Omit it.",

@@ -16,7 +16,7 @@ from rlhf_pipeline.run.disk import Room
 from rlhf_pipeline.run.folder import RunFolder
 
 SILENT_S: Final = 30.0
-"""A live process renews its heartbeat every two seconds; one that has not for this long is frozen."""
+"""A live process renews its heartbeat every two seconds; a process that has not done so for this long is frozen."""
 _STILL_S: Final = 300.0
 """A run that takes no step for this long has stalled, unless its steps are long."""
 _STILL: Final = 10
@@ -26,12 +26,12 @@ _FIRST_S: Final = 3600.0
 _IDLE_STEPS: Final = 20
 """Steps over which trajectories without a gradient are counted: over fewer, all groups may happen to lack spread."""
 _IDLE: Final = 0.9
-"""The share of the trajectories of these steps without a gradient from which on that is an alarm."""
+"""The minimum share of trajectories without a gradient in these steps that raises an alarm."""
 _NEAR_BEST: Final = 0.05
-"""How far below its best a reward may be, as a share of its range, for its task to count as solved."""
+"""The maximum distance of a reward from its best, as a share of its range, at which the task is considered solved."""
 
 Severity = Literal["page", "note"]
-"""`page`: a person must act, and `status --check` fails. `note`: worth a look."""
+"""`page`: a person must act, and `status --check` fails. `note`: may need attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +46,11 @@ class Alarm:
     """Identifies the kind of alarm, for example `silent`."""
     severity: Severity
     text: str
-    """A sentence with the figures, and the next command where there is one."""
+    """A sentence with the figures, and the next command if there is one."""
     process: str | None = None
-    """The process that it is about, or None if it is about the run."""
+    """The process concerned, or None if the alarm concerns the run."""
     window_s: float | None = None
-    """The seconds over which it was judged; None if the current state alone decides."""
+    """The seconds over which it was judged; None if it depends only on the current state."""
     window_steps: int | None = None
     """The steps over which it was judged."""
     since: float | None = None
@@ -79,7 +79,7 @@ def run_alarms(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFo
     failed = [row for row in rows if row.get("num_failed")]
     if failed:
         num = count(sum(row["num_failed"] for row in failed), "trajectory")
-        text = f"{num} of the newest {count(len(rows), 'step')} failed; why: rlhf-pipeline view {typed(run.address)}"
+        text = f"{num} failed in the newest {count(len(rows), 'step')}. Causes: rlhf-pipeline view {typed(run.address)}"
         since = failed[0].get("time")
         yield Alarm(name="failed_trajectories", severity="note", text=text, window_steps=len(rows), since=since)
     if is_running:
@@ -124,7 +124,7 @@ def _missing_parts(run: RunFolder, since: float | None) -> Alarm | None:
         problems = [str(error)]
     if not problems:
         return None
-    text = f"the run is incomplete: {'; '.join(problems)}. All that is wrong: rlhf-pipeline verify {typed(run.address)}"
+    text = f"the run is incomplete: {'; '.join(problems)}. All problems: rlhf-pipeline verify {typed(run.address)}"
     return Alarm(name="missing_parts", severity="page", text=text, since=since)
 
 
@@ -133,7 +133,7 @@ def _stopped(state: dict[str, Any], run: RunFolder, *, is_complete: bool) -> Ala
     of = f" of {state['of']}" if state["step"] and state["of"] else ""
     text = f"no process is running; the run stopped {after}{of}"
     if is_complete:
-        text += f". Continue: rlhf-pipeline run --resume --out {typed(run.address)}"
+        text += f". To continue: rlhf-pipeline run --resume --out {typed(run.address)}"
     return Alarm(name="stopped", severity="page", text=text, since=state["seen"])
 
 
@@ -147,7 +147,7 @@ def _stalled(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFold
         waited = now - (since or now)
         if not feeding and waited > SILENT_S:
             command = f"rlhf-pipeline collect --run {typed(run.address)}"
-            text = f"the learner has waited for {waited:.0f} s, but no collector is alive. Start one: {command}"
+            text = f"the learner has waited for {waited:.0f} s, but no collector is alive. To start one: {command}"
             yield Alarm(name="no_collector", severity="page", text=text, window_s=SILENT_S, since=since)
             return
     times = [row["time"] for row in rows if row.get("time")]
@@ -167,7 +167,7 @@ def _learning_nothing(rows: Sequence[dict[str, Any]], run: RunFolder) -> Iterato
     if len(window) < _IDLE_STEPS or taught > (1 - _IDLE) * used or _is_solved(window, run):
         return
     text = (
-        f"{1 - taught / used:.0%} of the trajectories of the newest {len(window)} steps have no gradient, so the "
+        f"{1 - taught / used:.0%} of the trajectories in the newest {len(window)} steps have no gradient, so the "
         "policy learns almost nothing"
     )
     since = window[0].get("time")

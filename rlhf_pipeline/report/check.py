@@ -108,7 +108,7 @@ def _check_parts(run: RunFolder) -> Iterator[Finding]:
     # A step's ledger row is written before the step, its metrics after: the ledger may be one row ahead.
     if not problems and not 0 <= len(run.ledger) - len(run.metrics) <= 1:
         problems = [
-            f"{run.ledger_file.name} has {len(run.ledger)} rows, {run.metrics_file.name} has {len(run.metrics)}"
+            f"{run.ledger_file.name} has {len(run.ledger)} rows, but {run.metrics_file.name} has {len(run.metrics)}"
         ]
     for problem in problems:
         yield Finding(part="run", ok=False, text=problem)
@@ -169,7 +169,7 @@ def _check_checkpoints(run: RunFolder) -> Iterator[Finding]:
         if problem is not None:
             yield Finding(part="checkpoints", ok=False, text=f"{checkpoint.name}: {problem}")
             return
-    newest = f", the newest {checkpoints[-1].name}: every checksum matches" if checkpoints else ""
+    newest = f"; the newest is {checkpoints[-1].name}: every checksum matches" if checkpoints else ""
     yield Finding(part="checkpoints", ok=True, text=f"{count(len(checkpoints), 'checkpoint')}{newest}")
 
 
@@ -204,7 +204,7 @@ def _weights_misfit(run: RunFolder, published: Published | None) -> str | None:
     try:
         if published is None:
             num_steps = run.metrics.last_step
-            return f"none are published, and {count(num_steps, 'step')} were taken" if num_steps else None
+            return f"none are published, but {count(num_steps, 'step')} were taken" if num_steps else None
         is_recorded = not published.version or run.ledger.place_of(published.version) is not None
         return None if is_recorded else "the ledger has no such step"
     except DataError:

@@ -69,7 +69,7 @@ def _example(left: Stored, right: Stored, column: Column, pair: Ids) -> tuple[st
     if len(a) != len(b):
         return f"{len(a)} values", f"{len(b)} values"
     at = int(np.flatnonzero(_unequal(a, b))[0])
-    return f"{_text(a[at])} at place {at}", f"{_text(b[at])} at place {at}"
+    return f"{_text(a[at])} at position {at}", f"{_text(b[at])} at position {at}"
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.rows import Row, StepRows
 
 STEP_VALUES = {"loss": "loss", "task_reward": "reward", "grad_norm": "gradient norm"}
-"""The figures by which two steps are compared, each with its name as text."""
+"""The metrics by which two steps are compared, each with its name as text."""
 _NOT_COMPARED = frozenset({"format", "overrides"})  # the effect of overrides shows in the pipeline
 
 

@@ -86,11 +86,12 @@ class Notes:
         """
         text, labels = note.get("text"), note.get("labels")
         if not (isinstance(text, str) and isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
-            raise DefinitionError("a note is a text and a list of labels.")
+            raise DefinitionError("a note must consist of a text and a list of labels.")
         if len(text) + sum(map(len, labels)) > _MOST:
-            raise DefinitionError(f"a note has at most {_MOST:,} characters.")
+            raise DefinitionError(f"a note must have at most {_MOST:,} characters.")
         if self.path is None:
             raise DefinitionError(
-                "notes are stored beside a local folder; a run at a URL has none. Copy it: rlhf-pipeline copy"
+                "notes are stored next to a local folder, so a run at a URL cannot have notes. Copy the run first: "
+                "rlhf-pipeline copy"
             )
         append_line(self.path, line_of({"id": row, "text": text, "labels": labels}))

@@ -22,17 +22,17 @@ from rlhf_pipeline.run.folder import RunFolder
 from trajectory_store.new_files import write_atomically
 
 MOST_BYTES: Final = 1_650_000
-"""Of all recorded answers; with the pages themselves the file stays under 2 MB."""
+"""The maximum size of all recorded answers; with the pages, the file is smaller than 2 MB."""
 _STEP_BYTES = 700
-"""About what a step takes whose groups are not in the report."""
+"""The approximate size of a step whose groups are not in the report."""
 _STATIC = Path(__file__).parent / "view" / "static"
 _STEPS = 16
 _GROUPS = 48
-"""Groups of such a step, whose cells show the rewards of all of a group's members."""
+"""Groups of a step; a cell shows the reward of a member."""
 _EACH = 12
 _TOKENS = 1024
 _ROWS_AT_ONCE = 64
-"""Rows from all over a store that are read without what lies between them."""
+"""Rows from all parts of a store that are read together, without the rows between them."""
 _EMPTY: Final = {
     **{"total": 0, "matched": 0, "complete": True, "scanned_to": 0, "offset": 0, "snapshot": 0},
     "rows": list[Answer](),

@@ -113,7 +113,9 @@ class _RunMetrics:
             active.add_metric([alarm["name"], alarm["severity"], alarm["process"] or ""], 1.0)
         yield active
         alive = self._gauge(f"{_PREFIX}process_alive", "1 if the process is alive", labels=["process", "state"])
-        silent = self._gauge(f"{_PREFIX}process_silent_seconds", "since it was last seen", labels=["process"])
+        silent = self._gauge(
+            f"{_PREFIX}process_silent_seconds", "seconds since the last report of the process", labels=["process"]
+        )
         for process in state["processes"]:
             alive.add_metric([process["name"], str(process.get("state"))], float(process["alive"]))
             if process["seen"] is not None:

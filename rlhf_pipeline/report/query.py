@@ -56,10 +56,10 @@ _SCALARS: Final = {
 _FURTHER = ("newest_policy_version", "created_at", "evaluation", "return", "degenerate")
 _BLOCK_ROWS = 1 << 16
 _ENOUGH_S = 0.15
-"""A search answers with a full page after this time; the next question continues from there."""
+"""A search returns a full page after this time; the next request continues from there."""
 _BUDGET_S = 0.5
 _SEARCHES = 4
-"""Searches whose hits are kept, 8 bytes a hit."""
+"""Searches whose hits are kept, 8 bytes per hit."""
 _LOG_BYTES = 16_384
 _LISTED: Final = 100
 """Rows of a list in one answer."""
@@ -75,7 +75,7 @@ _EARLIER = 40
 
 @dataclass
 class _Search:
-    """How far a search has come, newest rows first, and what it has found."""
+    """The progress of a search, newest rows first, and its hits."""
 
     left: Iterator[tuple[Ids, int]]
     among: MatchingRows
@@ -84,7 +84,7 @@ class _Search:
     """Places of hits in the order of arrival, ascending within a part and the newest part first."""
     hits: int = 0
     down_to: int = 0
-    """Rows from this place on were looked at."""
+    """Rows from this place on were searched."""
 
     @property
     def matches(self) -> MatchingRows:
@@ -822,7 +822,7 @@ class View:
         that is named.
         """
         if name not in LISTS:
-            raise MissingKeyError(f"there is no list '{name}'. Known: {', '.join(LISTS)}.")
+            raise MissingKeyError(f"there is no list '{name}'; the lists are {', '.join(LISTS)}.")
         if name == "drift":
             versions, num = self._by_version()
             return {"list": name, "versions": versions, "num_versions": num}

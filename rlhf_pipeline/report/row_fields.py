@@ -13,7 +13,7 @@ from rlhf_pipeline.errors import MissingKeyError, did_you_mean
 from rlhf_pipeline.report.stored import Ids, Stored
 
 REWARD_PREFIX: Final = "reward_"
-"""Columns of named rewards begin so; `reward_trusted` is none."""
+"""The prefix of the columns of named rewards; `reward_trusted` is not one of them."""
 _FIRST: Final = (
     *("task_reward", "return", "advantage", "policy_version", "group_id", "num_completion_tokens", "finish_reason"),
     *("failure_reason", "reward_trusted", "degenerate", "num_tokens", "kl_coef", "created_at"),
@@ -110,7 +110,9 @@ def order_of(stored: Stored, name: str, ids: Ids) -> npt.NDArray[np.float64]:
     """
     column = SHORT.get(name, name)
     if column in stored.columns and stored.columns[column].is_text:
-        raise MissingKeyError(f"'{name}' is text, and rows are ordered by numbers. Filter by it: {name}=='...'")
+        raise MissingKeyError(
+            f"'{name}' is text, but rows can only be ordered by numbers. Filter by it instead: {name}=='...'"
+        )
     array = np.asarray(values_of(stored, name, ids))
     values = array.astype(np.float64)
     if array.dtype.kind == "i" and column in stored.columns:

@@ -125,21 +125,21 @@ class Versions:
     """What the rows of some policy versions have, by version, ascending: [K] each."""
 
     num_versions: int
-    """Of how many versions these are a choice."""
+    """The number of versions from which these were selected."""
     versions: Ids
     num: npt.NDArray[np.float64]
     graded: npt.NDArray[np.float64]
-    """How many have a reward."""
+    """The number of rows with a reward."""
     rewards: npt.NDArray[np.float64]
     """The sum of their rewards."""
     tokens: npt.NDArray[np.float64]
     """The sum of the tokens after the prompt."""
     failed: npt.NDArray[np.float64]
-    """How many episodes have no reward."""
+    """The number of episodes without a reward."""
     groups: npt.NDArray[np.float64]
-    """Of how many groups with several rewards they are."""
+    """The number of their groups with several rewards."""
     flat_groups: npt.NDArray[np.float64]
-    """How many of these have equal rewards."""
+    """The number of these groups whose rewards are equal."""
 
 
 def by_version(stored: Stored, most: int, *, first: int = -1) -> Versions:

@@ -17,7 +17,7 @@ from trajectory_store import Arrivals
 
 _TIES = 64
 _EARLY = 1 << 16
-"""Rows among which a prompt of the last version is looked for."""
+"""Rows that are searched for a prompt of the last version."""
 
 
 def brief(items: Sequence[Answer], width: int = 110) -> Iterator[str]:
@@ -211,4 +211,4 @@ def before_and_after(run: RunFolder, width: int = 100) -> list[str]:
         for label, prompt, text, judged in parts
     ]
     same = examples[0]["prompt"] == examples[1]["prompt"]
-    return lines if same else [*lines, "  (of two prompts: no early prompt occurs again at the end)"]
+    return lines if same else [*lines, "  (two different prompts, because no early prompt occurs again at the end)"]

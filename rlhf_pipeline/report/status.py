@@ -16,7 +16,7 @@ from rlhf_pipeline.run.processes.heartbeat import read_report
 from rlhf_pipeline.run.remote.copies import copies_of
 
 _YOUNG_S: Final = 60.0
-"""Steps of a shorter time do not predict an hour."""
+"""Steps that cover less time are not used to predict an hour."""
 _ROWS = 100
 _HOUR_S = 3600.0
 

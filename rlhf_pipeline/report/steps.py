@@ -16,7 +16,7 @@ from rlhf_pipeline.run.folder import RunFolder
 Answer = dict[str, Any]
 
 MOST_CELLS: Final = 256
-"""Members of a group that a step names one by one; its counts are of all."""
+"""Members of a group that a step lists one by one; its counts cover all members."""
 _PROMPT_CHARACTERS: Final = 200
 """Characters of a prompt in a table."""
 _MOST_LEDGER_BYTES = 1 << 26

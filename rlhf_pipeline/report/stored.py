@@ -28,11 +28,11 @@ class Context:
     """A JSON value."""
     prompt_meta: dict[str, object]
     error: str | None
-    """Why it failed, or None."""
+    """The reason why it failed, or None."""
     messages: list[dict[str, Any]] | None
-    """The prompt's, if it is made of messages."""
+    """The messages of the prompt, if it consists of messages."""
     graded: dict[str, Any]
-    """What reward functions see beside prompt and completion, such as a conversation: fields of `Sampled`."""
+    """Further inputs of reward functions, such as a conversation: fields of `Sampled`."""
 
 
 class Stored:

@@ -24,7 +24,7 @@ class TokenTexts:
         if tokenizer is not None:
             self._file = _file_in(Path(tokenizer))
             if self._file is None:
-                raise MissingPathError(f"there is no tokenizer.json in {tokenizer}. Give the folder of the model.")
+                raise MissingPathError(f"there is no tokenizer.json in {tokenizer}. Pass the folder of the model.")
         self._loaded: dict[Path, Any] = {}
 
     def _tokenizer(self, encoded_by: str) -> Any:

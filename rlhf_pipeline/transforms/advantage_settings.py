@@ -94,7 +94,7 @@ class AdvantageSettings(WritePath):
             *WritePath._rules(self),
             (
                 bool(self.trajectory_return or bounds is None),
-                "keep_return_bounds selects by return: set trajectory_return.",
+                "keep_return_bounds selects groups by their returns, so trajectory_return must be set.",
             ),
             (
                 bounds is None or (len(bounds) == 2 and bounds[0] < bounds[1]),

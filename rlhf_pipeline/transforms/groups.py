@@ -138,9 +138,9 @@ class GroupQueue:
         for group, name in ((member.group, member.name) for member in arrived if member.name >= 0):
             if (group, name) in arrivals:
                 raise DataError(
-                    f"trajectory_id {name} arrived twice in group {group!r}, but a member counts once. The call had "
-                    "no effect: remove the members that are already waiting (TrajectoryReplayBuffer.waiting() lists "
-                    "them), and give each member a unique id, or none."
+                    f"trajectory_id {name} arrived twice in group {group!r}, but a group may contain a member only "
+                    "once. The call had no effect: remove the members that are already waiting "
+                    "(TrajectoryReplayBuffer.waiting() lists them), and use a unique id for each member, or none."
                 )
             arrivals.add((group, name))
         closed: list[Closed] = []

@@ -113,7 +113,7 @@ class AdaptiveKLController(KLController):
     def __init__(self, *, init_kl_coef: float, target: float, horizon: int, model: Any = None) -> None:
         for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
             if not (math.isfinite(float(value)) and float(value) > 0):
-                raise DefinitionError(f"{name} is {value}; an adaptive KL controller needs it above 0.")
+                raise DefinitionError(f"{name} is {value}; it must be above 0 for an adaptive KL controller.")
         self.target = float(target)
         self.horizon = int(horizon)
         super().__init__(init_kl_coef, model)

@@ -81,9 +81,9 @@ class KLReward(ColumnTransform):
     """
 
     DEFAULT_IN_KEYS: ClassVar[list[str]] = ["reward"]
-    """The reward's key inside `next`, where none is given."""
+    """The default key of the reward inside `next`."""
     on_write_path = True
-    """The transform runs on the write path already, so `rb.append_transform(..., invert=True)` changes nothing."""
+    """The transform runs on the write path already, so `rb.append_transform(..., invert=True)` has no effect."""
 
     def __init__(
         self,

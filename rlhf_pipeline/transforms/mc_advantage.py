@@ -79,7 +79,7 @@ from trajectory_store import BufferPool
 _PROMPT_KEYS: tuple[Key, ...] = (PROMPT, "query", "text", ("tokens", "prompt"))
 
 _TEXT_KEYS: tuple[Key, ...] = _PROMPT_KEYS[:3]
-"""Those that hold text."""
+"""The keys that contain text."""
 
 _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
     ("candidate_group_size", "candidate_selection_min_size", "candidate_selector"),
@@ -88,7 +88,7 @@ _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
 
 _REFUSED = _NO_CANDIDATES | dict.fromkeys(
     ("kl_coef", "kl_target", "kl_horizon"),
-    "a penalty in the reward is KLRewardTransform's, before it in the write path.",
+    "KLRewardTransform applies a penalty to the reward. Place it before this transform in the write path.",
 )
 
 _NAMES = frozenset(item.name for item in settings_of(AdvantageSettings))
@@ -292,7 +292,7 @@ class MCAdvantage(Transform):
             if bounds[-1] != n:
                 raise IncompleteError(
                     f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
-                    f"{self.settings.done_key!r}. Pass whole trajectories, so that nothing is lost."
+                    f"{self.settings.done_key!r}. Pass complete trajectories, so that nothing is lost."
                 )
         key = next((key for key in self._identities if key in batch), None)
         if key is None:
@@ -304,15 +304,15 @@ class MCAdvantage(Transform):
         ):
             kinds = {type(text).__name__ for text in texts.plain()} - {"str"} if isinstance(texts, Text) else {"Tensor"}
             raise PromptTypeError(
-                f"the prompt under {key!r} is a {min(kinds)}; it must be a string. A number or token ids as the "
-                "identity of a group go under another key: pass prompt_key= or group_key=."
+                f"the prompt under {key!r} is a {min(kinds)}; it must be a string. If numbers or token ids "
+                "identify the groups, pass another key with prompt_key= or group_key=."
             )
         groups = group_ids(batch[key], bounds[:-1], key, numbers=self.rows is not None)
         self._queue.unique = key == GROUP_ID
         reward = batch.get(self._reward_key(batch))
         if not isinstance(reward, Flat):
             raise MissingKeyError(
-                f"the batch has neither {self.settings.rewards_key!r} nor {TASK_REWARD!r}, to rank by"
+                f"the batch has neither {self.settings.rewards_key!r} nor {TASK_REWARD!r}, so it cannot be ranked"
             )
         eps = torch.finfo(self.settings.scored_in).eps
         scores = scores_of(
@@ -343,7 +343,7 @@ class MCAdvantage(Transform):
             column = batch.get(name)
             if not isinstance(column, Flat) or column.lengths is not None:
                 raise MissingKeyError(
-                    f"the estimator needs the named rewards, but the batch has no {name!r}, a number for each "
+                    f"the estimator needs the named rewards, but the batch has no {name!r}, one number per "
                     "trajectory. Add it, or use estimator='grpo'."
                 )
             columns.append(column.values.reshape(batch.n, -1)[last, -1].double())
@@ -354,8 +354,8 @@ class MCAdvantage(Transform):
         """Give members the rewards of their turns."""
         if not isinstance(turns, Flat):
             raise MissingKeyError(
-                f"the estimator compares turns, but the batch has no {TURN_REWARDS!r}, a "
-                "number for each turn of the policy. Add it, or use estimator='grpo'."
+                f"the estimator compares turns, but the batch has no {TURN_REWARDS!r}, one "
+                "number per turn of the policy. Add it, or use estimator='grpo'."
             )
         rows = turns.values if turns.lengths is None else turns.values.split(turns.lengths.tolist())
         for member in members:
@@ -523,7 +523,7 @@ class MCAdvantage(Transform):
             return []
         if call.num_rows not in (None, len(rows)):
             raise DataError(
-                f"{len(rows)} rows were stored of {call.num_rows} trajectories from MCAdvantage. Place transforms "
+                f"{len(rows)} rows were stored for {call.num_rows} trajectories from MCAdvantage. Place transforms "
                 "that change the number of trajectories after it in the list, so that they run before it."
             )
         at = len(rows) - sum(member.num_rows for member in call.waits)

@@ -34,7 +34,7 @@ _ENCODING: dict[str, Any] = {
     **{"return_assistant_tokens_mask": True, "tokenize": True, "return_tensors": "pt"},
     **{"padding": False, "add_generation_prompt": False},
 }
-"""How conversations are encoded, in the words of a tokenizer's chat template."""
+"""How conversations are encoded: the arguments of a tokenizer's chat template."""
 
 
 class RetrieveLogProb(ColumnTransform):

@@ -48,10 +48,10 @@ from trajectory_store.locks import locked
 from trajectory_store.recorder.standard import LEFT_OUT
 
 _SCORED = ("task_reward", "kl_coef", "log_probs")
-"""Columns from which the rounding error of a return follows."""
+"""Columns that determine the rounding error of a return."""
 
 _NEWEST = 16_384
-"""Rows of the store among which a member is looked for that begins a group."""
+"""Rows of the store that are searched for a member that begins a group."""
 
 
 class RowUpdate(NamedTuple):
@@ -84,10 +84,10 @@ class WaitingRows:
         self.waiting_positions = waiting_positions
         self.refresh = refresh
         self.settings: AdvantageSettings
-        """Those of the `MCAdvantage` that is attached to the rows."""
+        """The settings of the `MCAdvantage` that is attached to the rows."""
         self.one_each = self.by_turn = False
         self.by_reward: tuple[str, ...] = ()
-        """The named rewards that the estimator takes one by one."""
+        """The named rewards that the estimator uses separately."""
 
     def check(self, advantage_key: Key) -> None:
         """Check that the columns which rows get when their group is complete can be updated."""
@@ -95,8 +95,8 @@ class WaitingRows:
         later_columns = (self.store.schema.find(column_name(key)) for key in later)
         if fixed := [column.name for column in later_columns if column is not None and not column.mutable]:
             raise DefinitionError(
-                f"rows of {self.store.path} that wait for their group get {', '.join(fixed)} when it is complete: "
-                "create such columns with mutable=True."
+                f"rows of {self.store.path} that wait for their group receive {', '.join(fixed)} when it is "
+                "complete: create these columns with mutable=True."
             )
 
     def lock(self, until: ExitStack) -> None:
@@ -191,8 +191,8 @@ class WaitingRows:
         for row, group, name in zip(rows.tolist(), groups, names, strict=True):
             if (group, name) in begun:
                 raise DataError(
-                    f"trajectory_id {name} arrived again in group {group}, which has closed with it: it is row "
-                    f"{row} of {store.path}. The call had no effect: remove it, or give a new group a different "
+                    f"trajectory_id {name} arrived again in group {group}, which is closed and contains it: it is "
+                    f"row {row} of {store.path}. The call had no effect: remove it, or give a new group a different "
                     "group_id."
                 )
 

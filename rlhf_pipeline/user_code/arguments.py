@@ -70,9 +70,9 @@ class Sampled:
     """Which of them the policy sampled, bool [T]."""
     finish_reason: str = "stop"
     conversation: Sequence[Mapping[str, Any]] | None = None
-    """With an environment, all messages; else None."""
+    """With an environment, all messages; otherwise None."""
     prompt_text: str | None = None
-    """What the model read before the completion; None if no reward function asked for it."""
+    """The model's input before the completion; None if no reward function uses it."""
     num_asked: int = 1
     """The messages of the conversation before the first turn."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -81,7 +81,7 @@ class Sampled:
     call_errors: int = 0
     """Calls of the policy that could not be made."""
     environment: Any = None
-    """The object that answered the conversation, for functions that look into it, as TRL's do; None if it is gone."""
+    """The environment of the conversation, for functions that inspect it, as in TRL; None if it no longer exists."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -135,7 +135,7 @@ _STANDARD: Final[dict[str, Getter]] = {
     "token_ids": lambda row: row.token_ids,
     "finish_reason": lambda row: row.finish_reason,
 }
-"""The names of a function of one completion that come before a column of that name."""
+"""Argument names of a function of one completion that take precedence over a column with the same name."""
 _MORE: Final[dict[str, Getter]] = {
     "prompt_text": _prompt_text,
     "rewards": lambda row: row.rewards,
@@ -147,14 +147,14 @@ _MORE: Final[dict[str, Getter]] = {
     "extra_info": lambda row: row.prompt.meta.get("extra_info", row.prompt.meta),
     "data_source": lambda row: row.prompt.meta.get("data_source", ""),
 }
-"""Further names, of which a column comes first."""
+"""Further names, over which a column takes precedence."""
 _TRL: Final[dict[str, Getter]] = {
     "prompts": lambda row: row.prompt_messages if _chat(row) else row.prompt.text,
     "completions": lambda row: row.completed_messages if _chat(row) else row.completion,
     "completion_ids": lambda row: row.token_ids,
     "environments": _environment,
 }
-"""The names of a batched function that come before a column of that name."""
+"""Argument names of a batched function that take precedence over a column with the same name."""
 _OPENRLHF: Final[dict[str, Getter]] = {
     "queries": lambda row: _prompt_text(row) + row.completion,
     "labels": _STANDARD["answer"],
@@ -166,13 +166,13 @@ _BATCHED: Final[dict[str, Getter]] = {
     "data_sources": _MORE["data_source"],
     **_OPENRLHF,
 }
-"""Further names that make a function a batched one, of which a column comes first."""
+"""Further names that mark a function as batched, over which a column takes precedence."""
 _AS_TEXT: Final[dict[str, Getter]] = {"prompts": _prompt_text, "completions": _STANDARD["completion"]}
-"""What OpenRLHF's form has under TRL's names: the prompt with which each of its `queries` begins, and the rest."""
+"""The values of TRL's names in OpenRLHF's form: the prompt with which each of its `queries` begins, and the rest."""
 _ALL: Final[dict[str, Getter]] = _STANDARD | _MORE | _TRL | _BATCHED
 _PLAIN: Final = ("prompt", "completion", "answer", "meta")
 _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finish_reason")
-"""What TRL's form receives in `**kwargs`, beside the columns of the data."""
+"""The names that TRL's form receives in `**kwargs`, in addition to the columns of the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,9 +182,9 @@ class Argument:
     name: str
     value: Getter
     optional: bool = False
-    """It is omitted, and the function's default is used, if no prompt of the group has the column."""
+    """Whether it is omitted, so the function's default is used, if no prompt of the group has the column."""
     needed: bool = False
-    """The function names it and has no default for it."""
+    """Whether the function declares it without a default."""
 
     def copied(self, row: Sampled) -> Any:
         """Return the value for one row, a separate copy; an environment stays the live object, as in TRL."""
@@ -328,8 +328,8 @@ def _refusal(reward: Reward, signature: str, unknown: Sequence[str], columns: Se
     name = getattr(reward.function, "__qualname__", reward.label)
     why = f"there is no '{unknown[0]}'.{did_you_mean(unknown[0], [*_ALL, *columns])}" if unknown else f"{error}."
     return (
-        f"the reward function {name}{signature} cannot be called: {why} It takes (prompt, completion, answer, "
-        "meta), or arguments by name; docs/rewards.md lists the names."
+        f"the reward function {name}{signature} cannot be called: {why} It must accept (prompt, completion, "
+        "answer, meta), or arguments by name; docs/rewards.md lists the names."
     )
 
 

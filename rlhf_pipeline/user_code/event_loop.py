@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from rlhf_pipeline.user_code.runtime import Call
 
 CURRENT: Final[ContextVar[Call | None]] = ContextVar("call of user code", default=None)
-"""The call that a coroutine belongs to."""
+"""The call to which a coroutine belongs."""
 SLOW_S: Final = 0.02
 """A coroutine that runs longer than this between two `await`s blocks the loop."""
 REPORTED_S: Final = 0.4
-"""One that runs this long is reported by name."""
+"""A coroutine that runs this long is reported by name."""
 
 
 class EventLoop:
@@ -38,7 +38,7 @@ class EventLoop:
         self._report = report
         self._lock = threading.Lock()
         self._thread: int | None = None
-        """The thread that runs the loop; any other one that comes back to it was replaced."""
+        """The thread that runs the loop; any other thread that returns to the loop was replaced."""
         self.loop = _Loop()
         self.loop.set_task_factory(self._task)  # pyright: ignore[reportArgumentType]
         self.running: Call | None = None

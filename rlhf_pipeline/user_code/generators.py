@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Generator
 from typing import Any, Final
 
 _SWAP: Final = threading.RLock()
-"""One task at a time has the process's generators."""
+"""Only one task at a time uses the process's generators."""
 
 
 class SeededGenerators:

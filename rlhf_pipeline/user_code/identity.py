@@ -41,14 +41,14 @@ from rlhf_pipeline.user_code.source_text import (
 )
 
 Identity = dict[str, str]
-"""What a callable is made of, by name: `source`, `source of NAME`, `imports`, `module NAME`, `default NAME`,
+"""The parts of a callable, by name: `source`, `source of NAME`, `imports`, `module NAME`, `default NAME`,
 `captured NAME`, `attribute NAME`, `argument NAME`, `global NAME`; each a digest, or a number unchanged."""
 
 NOT_OBSERVED: Final = "not observed"
 MOST_OBJECTS: Final = 100_000
 """Objects that are observed in the values of one callable, about a second of work."""
 MOST_BYTES: Final = 64 << 20
-"""Bytes of an array or a text that are observed whole; of a larger one, the first and last MiB are."""
+"""The maximum size of an array or a text that is observed completely; of a larger one, only the first and last MiB."""
 _ENDS: Final = 1 << 20
 _MOST_PARTS: Final = 500
 _DEEPEST: Final = 100
@@ -61,7 +61,7 @@ _BASES: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
     (float, float.__float__),
     (complex, complex.__complex__),
 )
-"""Of an object of a subclass of these, its value as one of these."""
+"""The conversion of an object of a subclass to one of these types."""
 _WRITTEN: Final = (
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(decimal.Decimal, fractions.Fraction, uuid.UUID),
@@ -139,9 +139,9 @@ class _Observation:
         """The file of the callable."""
         self._digests: dict[int, bytes] = {}
         self._alive: list[Any] = []
-        """The objects with a digest, so that none of those made on the way gets the id of another."""
+        """The objects with a digest, kept alive so that no temporary object gets the same id."""
         self._within: dict[int, int] = {}
-        """The depth of each object around the observed one, so that a circle ends."""
+        """The depth of each object around the observed one, so that a cycle ends."""
 
     def of(self, part: Any) -> Identity:
         """Return the parts of a callable by name."""

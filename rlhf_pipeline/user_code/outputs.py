@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from rlhf_pipeline.data.rewards import LARGEST, TOTALS
 
 DEEPEST: Final = 64
-"""Levels of nesting in what is stored as JSON; deeper values are text."""
+"""Levels of nesting in values that are stored as JSON; deeper values are stored as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +24,11 @@ class Result:
     value: float | None
     """None if the function does not apply."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The components that it gave beside."""
+    """The components that the function returned in addition."""
 
 
 _LOGS: Final = "extra_logs"
-"""OpenRLHF's figures beside the reward, which count for nothing."""
+"""OpenRLHF's additional metrics, which are not part of the reward."""
 
 
 def result_of(returned: Any) -> Result:

@@ -24,9 +24,9 @@ from rlhf_pipeline.user_code.event_loop import CURRENT, EventLoop
 from rlhf_pipeline.user_code.threads import Lane, ThreadPool, Worker, current_worker
 
 TICK_S: Final = 0.05
-"""How exact a deadline is."""
+"""The resolution of deadlines."""
 _IDLE_TICKS: Final = 40
-"""The clock stops after so many ticks without a call."""
+"""The clock stops after this number of ticks without a call."""
 
 
 class Call:
@@ -60,14 +60,14 @@ class Call:
         self.name, self.work, self.timeout_s, self.late = name, work, timeout_s, late
         self.on_end, self.is_async = on_end, is_async
         self.outcome: Any = None
-        """What it returned, or the exception that it ended with."""
+        """The returned value, or the exception with which the call ended."""
         self.has_ended = False
         self.started: float | None = None
         self.event: threading.Event | None = None
         self.lane: Lane | None = None
         self.limit: Limit | None = None
         self.has_place = False
-        """It takes one of the places of its limit."""
+        """Whether it uses one of the places of its limit."""
         self.worker: Worker | None = None
         self.in_loop = False
         self.task: asyncio.Task[None] | None = None

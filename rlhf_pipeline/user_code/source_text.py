@@ -30,9 +30,9 @@ class Import(NamedTuple):
 
     module: str
     name: str
-    """Of what is imported from the module; empty for the module itself."""
+    """The name imported from the module; empty for the module itself."""
     level: int
-    """Dots of a relative import."""
+    """The number of dots of a relative import."""
 
     def __str__(self) -> str:
         return f"{'.' * self.level}{self.module}:{self.name}"

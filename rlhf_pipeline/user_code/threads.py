@@ -28,9 +28,9 @@ class Worker:
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Callable[[], object], Lane | None] | None] = queue.SimpleQueue()
         self.pending = 0
-        """Jobs that wait or run."""
+        """The number of jobs that wait or run."""
         self.lanes = 0
-        """Lanes whose work it does."""
+        """The number of lanes whose work it does."""
         self.is_left_behind = False
 
 
@@ -56,7 +56,7 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._workers: list[Worker] = []
         self._free: list[Worker] = []
-        """Those without work and without a lane."""
+        """The workers without work and without a lane."""
         self._backlog: deque[Callable[[], object]] = deque()
 
     def put(self, job: Callable[[], object], lane: Lane | None = None) -> None:

@@ -138,7 +138,7 @@ def test_what_goes_wrong_costs_one_conversation(guesses):
     prompts = guesses.prompts().all_prompts()
     with pytest.raises(RuntimeError, match="no route"):
         asyncio.run(guesses().reset(prompts[9], 0))
-    with pytest.raises(DefinitionError, match="do not belong to this environment"):
+    with pytest.raises(DefinitionError, match="do not come from this environment"):
         asyncio.run(Verifiers("guess_digit", player=SEAT)().reset(prompts[0], 0))
 
     async def left() -> Any:

@@ -62,13 +62,14 @@ class RolloutModel:
         limit = getattr(config, "max_new_tokens", None)
         if limit not in (None, max_new_tokens):
             raise DefinitionError(
-                f"the generation config has max_new_tokens={limit}, the rollout {max_new_tokens}, which is the "
-                f"number of its steps. Create a RolloutFromModel(..., max_new_tokens={limit})."
+                f"the generation config has max_new_tokens={limit}, but the rollout has {max_new_tokens}, its number "
+                f"of steps. Create a RolloutFromModel(..., max_new_tokens={limit})."
             )
         ends = getattr(config, "eos_token_id", None)
         if ends is not None and as_id_tuple(ends) != tuple(self.eos_token_ids):
             raise DefinitionError(
-                f"the generation config ends at {as_id_tuple(ends)}, the model at {tuple(self.eos_token_ids)}. Set "
+                f"the end tokens of the generation config are {as_id_tuple(ends)}, but those of the model are "
+                f"{tuple(self.eos_token_ids)}. Set "
                 "model.generation_config.eos_token_id before you create the RolloutFromModel."
             )
         distortion = find_distortion(
@@ -77,8 +78,8 @@ class RolloutModel:
         )
         if distortion is not None:
             raise DefinitionError(
-                f"the generation config has {distortion.name}={distortion.value}, so log-probs would belong to "
-                f"another distribution than the sampled one. Set {distortion.name}={distortion.off}."
+                f"the generation config has {distortion.name}={distortion.value}, so the log-probs would not "
+                f"match the sampled distribution. Set {distortion.name}={distortion.off}."
             )
         if self.is_policy:
             temperature = getattr(config, "temperature", None)
@@ -146,7 +147,7 @@ class RolloutModel:
         if new.shape[1] < max_new_tokens and not ended.all():
             row = int((~ended).nonzero()[0])
             raise DataError(
-                f"generate() gave row {row} {new.shape[1]} of {max_new_tokens} tokens and none of the ends "
+                f"generate() returned {new.shape[1]} of {max_new_tokens} tokens for row {row}, without an end token of "
                 f"{tuple(self.eos_token_ids)}. Set model.generation_config.eos_token_id to the token that ends a "
                 "completion."
             )

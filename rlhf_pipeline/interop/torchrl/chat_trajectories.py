@@ -106,10 +106,10 @@ class ChatTrajectories(Transform):
             end = len(prompt) + len(response)
             if not torch.equal(torch.cat((prompt, response)), full[:end]):
                 raise DataError(
-                    f"The {end} tokens of turn {number} are not the beginning of the {len(full)} of turn "
+                    f"The {end} tokens of turn {number} are not the beginning of the {len(full)} tokens of turn "
                     f"{len(turns)}: the conversation was encoded again from its text. Create the policy with "
-                    "prefer_tokens=True and give the environment an IncrementalTokenizer, or end trajectories after "
-                    "one turn."
+                    "prefer_tokens=True and use an IncrementalTokenizer in the environment, or end trajectories "
+                    "after one turn."
                 )
             assistant_mask[len(prompt) : end] = True
             if self.keep_log_probs and len(response):
@@ -145,7 +145,7 @@ class ChatTrajectories(Transform):
         identity = next((v for name in names if (v := _plain(first, name)) is not None), None)
         if identity is None:
             raise DataError(
-                f"No turn has a group identity: checked {list(names)}. Give the data loader a group_id, the same "
+                f"No turn has a group identity: checked {list(names)}. Set a group_id in the data loader, the same "
                 "for all repeats of a prompt."
             )
         if isinstance(identity, str):

@@ -25,7 +25,7 @@ from rlhf_pipeline.policies.token_batches import Key, TokenBatch, leaf, pad_like
 __all__ = ["CONTAINERS", "ChatHistory", "LLMWrapperBase", "LogProbDistribution", "LogProbs", "Masks", "Text", "Tokens"]
 
 CONTAINERS = ("tokens", "masks", "log_probs", "text", "history")
-"""What a policy reads and writes; the option `NAME_key` sets the key of each."""
+"""The values that a policy reads and writes; the option `NAME_key` sets the key of each."""
 
 
 def _calls(name: str) -> Callable[..., D.Distribution]:
@@ -106,7 +106,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
     def _must_score(self, method: str) -> None:
         if self.generate:
             raise UnsupportedError(
-                f"{method} scores given tokens, but this policy generates. Use "
+                f"{method} scores existing tokens, but this policy generates. Use "
                 "policy.get_new_version(generate=False), which shares the model."
             )
 
@@ -217,7 +217,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         lengths = prompt_lengths(tensordict, batch, prompt_key, assistant_key)
         if lengths is None:
             raise DataError(
-                "The ends of the prompts are unknown. Write num_prompt_tokens [B], ragged prompts under "
+                "The lengths of the prompts are unknown. Write num_prompt_tokens [B], ragged prompts under "
                 f"{prompt_key!r}, or {assistant_key!r}."
             )
         index = batch.attention_mask.cumsum(1) - 1

@@ -127,7 +127,7 @@ class KLRewardTransform(KLReward):
         reward_keys = _as_keys(in_keys, [REWARD])
         names = _as_keys(out_keys, reward_keys)
         if len(reward_keys) != 1 or len(names) not in (1, 2, 3):
-            raise DefinitionError(f"one reward key and up to three out keys; got {in_keys!r} and {out_keys!r}.")
+            raise DefinitionError(f"pass one reward key and up to three out keys; got {in_keys!r} and {out_keys!r}.")
         names += [KL_PENALTY, ref_log_prob_key][len(names) - 1 :]
         if ref_model_factory is not None:
             models = [ref_model_factory()]
@@ -265,7 +265,7 @@ class ActorKLRewardTransform(KLRewardTransform):
         reward_keys = ["reward"] if in_keys is None else _listed(in_keys)
         names = list(reward_keys) if out_keys is None else _listed(out_keys)
         if len(reward_keys) != 1 or len(names) not in (1, 2):
-            raise DefinitionError(f"one reward key and one or two out keys; got {in_keys!r} and {out_keys!r}.")
+            raise DefinitionError(f"pass one reward key and one or two out keys; got {in_keys!r} and {out_keys!r}.")
         Transform.__init__(self, in_keys=[*reward_keys, *model.in_keys], out_keys=names)
         self.reward_key = unravel_key(reward_keys[0])
         self.reward_out_key = unravel_key(names[0])
@@ -362,7 +362,7 @@ class ActorKLRewardTransform(KLRewardTransform):
             keys = parent.action_keys if parent is not None else self.frozen_actor.out_keys
             outputs = [k for k in keys if k in ("action", ("action",))] or _sampled(self.frozen_actor) or list(keys)
             if len(outputs) != 1:
-                raise DefinitionError(f"which of {outputs} is the action? Pass action_key=.")
+                raise DefinitionError(f"the action could be any of {outputs}; pass action_key=.")
             self._action_key = outputs[0]
         return self._action_key
 

@@ -28,7 +28,7 @@ _COPIED = (
     *("generate_kwargs", "return_log_probs", "pad_output", "inplace", "num_samples", "prefer_tokens"),
     *("attention_mask_key", "scoring_layout", *(f"{name}_key" for name in CONTAINERS)),
 )
-"""The arguments that a new version takes over from an older one, read from its attributes."""
+"""The arguments that a new version copies from the attributes of an older one."""
 _ALIASES = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 
@@ -233,7 +233,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         source = cast(TensorDictBase, tensordict.unsqueeze(0)) if single else tensordict
         if len(source.batch_size) != 1:
             raise DataError(
-                f"The batch size is {list(tensordict.batch_size)}; a policy takes one batch dimension. "
+                f"The batch size is {list(tensordict.batch_size)}; a policy accepts one batch dimension. "
                 "Flatten it with td.reshape(-1) first."
             )
         result = self._sample_td(source) if self.generate else self._score_td(source, logits_only)

@@ -275,7 +275,7 @@ class RolloutFromModel:
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             raise DataError(
-                f"the reward model returned for row {row} the end score {scores[row].item()}, which is not finite."
+                f"the reward model returned the end score {scores[row].item()} for row {row}, which is not finite."
             )
         return scores
 

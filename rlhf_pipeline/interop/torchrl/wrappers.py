@@ -128,8 +128,8 @@ def _refuse_distortions(wrapper: Any) -> None:
     distortion = find_distortion(options.get, ignore=("num_return_sequences",)) if wrapper.generate else None
     if distortion is not None:
         raise DefinitionError(
-            f"{type(wrapper).__name__} samples with {distortion.name}={distortion.value}, so its log-probs belong "
-            f"to another distribution than the sampled one. Remove {distortion.name} from its generate_kwargs."
+            f"{type(wrapper).__name__} samples with {distortion.name}={distortion.value}, so its log-probs do "
+            f"not match the sampled distribution. Remove {distortion.name} from its generate_kwargs."
         )
 
 
@@ -305,16 +305,16 @@ class EnginePolicy:
     def _check_sampling(self, temperature: float) -> None:
         if isinstance(getattr(self.wrapper, "model", None), nn.Module):
             raise DefinitionError(
-                "TransformersWrapper sets the log-prob of the first sampled token to 0, and CausalLMPolicy, which "
-                "would not, does not support its model. Sample with another model, or score the samples again."
+                "TransformersWrapper sets the log-prob of the first sampled token to 0. CausalLMPolicy, which would "
+                "not do this, does not support its model. Sample with another model, or score the samples again."
             )
         engine = getattr(self.wrapper, "model", None)
         for name in ("llm_engine", "model_config", "logprobs_mode"):
             engine = getattr(engine, name, None)
         if temperature not in (0.0, 1.0) and engine != "processed_logprobs":
             raise DefinitionError(
-                f"{self._name()} samples at temperature {temperature} and reports log-probs at 1. Sample at 1, or make "
-                'the engine with logprobs_mode="processed_logprobs".'
+                f"{self._name()} samples at temperature {temperature} and reports log-probs at 1. Sample at 1, or "
+                'create the engine with logprobs_mode="processed_logprobs".'
             )
 
     def _version(self, **changes: Any) -> Any:
@@ -345,7 +345,7 @@ class EnginePolicy:
         for ids, values in zip(tokens, scores, strict=True):
             if len(ids) != len(values):
                 raise DataError(
-                    f"{self._name()} gave {len(values)} log-probs for {len(ids)} tokens: it removes tokens equal to "
-                    "the padding id. Give the tokenizer a padding token that no text contains (not the end token)."
+                    f"{self._name()} returned {len(values)} log-probs for {len(ids)} tokens: it removes tokens equal "
+                    "to the padding id. Set a padding token that no text contains (not the end token) in the tokenizer."
                 )
         return tokens, scores

@@ -48,7 +48,7 @@ def answer(views: Sequence[View], path: str, query: Query) -> Any:
             prompt = view_of(views, run).prompt_text(_number(name))
             everywhere = [{"key": key, **view.prompt(prompt)} for key, view in enumerate(views)]
             return {"prompt": prompt.decode("utf-8", "replace"), "runs": everywhere}
-    raise MissingKeyError(f"there is nothing at {path}.")
+    raise MissingKeyError(f"there is no page {path}.")
 
 
 def _of_run(view: View, what: str, query: Query) -> Any:
@@ -92,7 +92,7 @@ def _of_run(view: View, what: str, query: Query) -> Any:
             return {"path": None if notes.path is None else str(notes.path), "notes": notes.read()}
         case "changes":
             return view.changes()
-    raise MissingKeyError(f"there is nothing at {what} of a run.")
+    raise MissingKeyError(f"a run has no page {what}.")
 
 
 def _about(view: View) -> Answer:

@@ -74,7 +74,9 @@ class Guard:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         foreign = origin is not None and origin not in {f"http://{host}" for host in self._hosts}
         if headers.get("host") not in self._hosts or foreign or site in ("cross-site", "same-site"):
-            return PlainTextResponse("This server answers its own pages on this machine only.\n", 403, _HEADERS)
+            return PlainTextResponse(
+                "This server accepts requests only from its own pages on this machine.\n", 403, _HEADERS
+            )
         key = QueryParams(scope["query_string"]).get("key", "")
         if scope["path"] == "/" and key and _same(key, self._key):
             moved = RedirectResponse("/", 303, _HEADERS)
@@ -82,7 +84,7 @@ class Guard:
             return moved
         if not _same(Request(scope).cookies.get(self._cookie_name, ""), self._cookie):
             return PlainTextResponse(
-                "Open the URL that `rlhf-pipeline view` printed: its key is needed.\n", 403, _HEADERS
+                "Open the URL that `rlhf-pipeline view` printed: it contains the required key.\n", 403, _HEADERS
             )
         return None
 
@@ -127,7 +129,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
         kind, folder = request.path_params["kind"], tempfile.TemporaryDirectory(prefix="rlhf-export-")
         try:
             if kind not in _EXPORTS:
-                raise MissingKeyError(f"there is no export as {kind[:20]}. Known: {', '.join(_EXPORTS)}.")
+                raise MissingKeyError(f"there is no export format {kind[:20]}; the formats are {', '.join(_EXPORTS)}.")
             with lock:
                 view, conditions = exported(views, request.path_params["run"], query)
             file = Path(folder.name) / f"trajectories.{kind}"
@@ -148,7 +150,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
                 view.place_of_trajectory(request.path_params["row"])
                 content: object = json.loads(body)
                 if not isinstance(content, dict):
-                    raise DefinitionError("a note is a text and a list of labels.")
+                    raise DefinitionError("a note must consist of a text and a list of labels.")
                 Notes(view.address).write(str(request.path_params["row"]), content)
         except (MissingKeyError, MissingRowError) as error:
             return JSONResponse({"error": str(error)}, 404, _HEADERS)

@@ -398,7 +398,7 @@ def test_watermark_that_is_not_there_yet(make_buffer, make_rows, tmp_path):
     rb.extend(lazy_stack(make_rows([4] * 4, first_group=9)))
     assert len(reader) == 4
     assert len(reader.select_step(0, at=8)) == 8
-    with pytest.raises(DataError, match="has 8 trajectories, the step needs 9"):
+    with pytest.raises(DataError, match="has 8 trajectories, but the step needs 9"):
         reader.select_step(0, at=9)
     assert reader.refresh() == 8
     assert len(reader) == 8

@@ -130,7 +130,7 @@ def test_stores_without_ids(cli: Cli, run_dir: Path):
     shown = cli("diff", "a", "b")
     assert shown.code == 1
     assert "paired in the order of arrival\n  x  1 of 3 differ, by at most 0.5; id 2\n" in shown.out
-    assert "the first: 2.5 at place 1 | 2 at place 1\n" in shown.out
+    assert "the first: 2.5 at position 1 | 2 at position 1\n" in shown.out
     with TrajectoryStore.create("c", schema.columns[1:]) as store:
         store.append({"trajectory_id": [0, 1, 2]})
     assert "  columns only on the left: x\n" in cli("diff", "a", "c").out

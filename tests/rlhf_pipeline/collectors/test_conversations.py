@@ -324,7 +324,7 @@ def test_members_of_a_group_see_the_same():
         ("", "reset returned empty text"),
         (Step("#..#"), "reset returned a Step"),
         ("~", "unknown to the tokenizer"),
-        ("." * 60, "has 60 tokens and a row at most 60"),
+        ("." * 60, "has 60 tokens, but a row has at most 60"),
         (np.zeros(3), "what reset returned is ndarray"),
         ([{"role": "user"}, 3], "a message must be a mapping with a role"),
     ],

@@ -237,7 +237,7 @@ def test_a_function_and_a_command_have_the_same_rows(program):
     ("code", "error"),
     [
         ("print('no reward')", "ends with 'no reward'; the last line must be the reward"),
-        ("import sys; sys.exit('no key')", "ended with status 1: no key"),
+        ("import sys; sys.exit('no key')", "exited with status 1: no key"),
         ("print(1.0)", "ended before its first request"),
     ],
 )
@@ -523,7 +523,13 @@ def change_a_turn() -> None:
     assert second.ids[:shared] == first.ids[:shared]
     assert not any(second.mask[: second.num_prompt])
     assert one.edited_histories == 1
-    assert sum("a changed turn of the policy" in notice for notice in process_runtime().take_notices()) == 1
+    assert (
+        sum(
+            "a turn of the policy whose text or preceding messages were changed" in notice
+            for notice in process_runtime().take_notices()
+        )
+        == 1
+    )
 
 
 def test_what_is_no_program():

@@ -288,7 +288,7 @@ def test_an_engine_that_aborts_stores_nothing(tmp_path):
     once = dataclasses.replace(pipeline(Case(environment=Aborts)), evaluate=None)
     with (
         at_call(SlotEngine.converse, before=remember_engine),
-        pytest.raises(EngineError, match="none of it was stored"),
+        pytest.raises(EngineError, match="so it was not stored"),
     ):
         run(once, run_dir=tmp_path / "run", definition="outcomes")
     run(once, run_dir=tmp_path / "run", definition="outcomes", resume=True)

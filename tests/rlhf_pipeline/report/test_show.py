@@ -262,5 +262,5 @@ def test_before_and_after(run_dir: Path, tmp_path: Path):
     assert [line.split()[0] for line in lines] == ["before", "after", "(of"]
     assert lines[0].index("->") == lines[1].index("->")
     assert "reward 1.00" in lines[1]
-    assert lines[2:] == ["  (of two prompts: no early prompt occurs again at the end)"]
+    assert lines[2:] == ["  (two different prompts, because no early prompt occurs again at the end)"]
     assert before_and_after(RunFolder.open(write_run(tmp_path / "short", num_rollouts=1))) == []

@@ -177,7 +177,7 @@ def test_a_learner_that_nobody_feeds(run_dir: Path):
     with process_lock(run_dir / "processes", "learner"):
         (alarm,) = texts(run_dir)
         assert alarm.startswith(
-            "the learner has waited for 45 s, but no collector is alive. Start one: rlhf-pipeline collect"
+            "the learner has waited for 45 s, but no collector is alive. To start one: rlhf-pipeline collect"
         )
         says(run_dir, "collector-0", "collecting", 1.0)
         with process_lock(run_dir / "processes", "collector-0"):

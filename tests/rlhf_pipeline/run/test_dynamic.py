@@ -126,8 +126,8 @@ def test_the_groups_that_are_kept_are_those_with_spread(tmp_path):
     assert [line["task_reward"] for line in lines] == pytest.approx(rewards.mean(1).tolist())
     told = [event.message for event in events if isinstance(event, Notice) and "collect.dynamic" in event.message]
     assert told == [
-        "rollout 2: after 3 rounds (collect.dynamic) 1 of 6 groups have rewards not all equal; 1 without "
-        "spread fill the rollout."
+        "rollout 2: groups with spread in their rewards after 3 rounds (collect.dynamic): 1 of 6; groups without "
+        "spread that fill the rollout: 1."
     ]
     record = RunFolder.open(tmp_path / "run")
     assert [finding.text for finding in check_run(record) if not finding.ok] == []

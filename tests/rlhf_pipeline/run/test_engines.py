@@ -196,7 +196,7 @@ def test_a_completion_that_is_aborted_stops_the_rollout(server: FakeVLLM, tmp_pa
         return reply
 
     server.sample = cut  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match=rf"{server.address} aborted 3 of 12 completions.*none of it was stored"):
+    with pytest.raises(EngineError, match=rf"{server.address} aborted 3 of 12 completions.*so it was not stored"):
         run(digits(server.address, 2), run_dir=tmp_path / "run")
     check_store(tmp_path / "run", 0)
 

@@ -113,7 +113,7 @@ def test_an_advantage_takes_the_settings_of_a_definition():
     assert MCAdvantage(2, trajectory_return=None).settings.trajectory_return is None
     with pytest.raises(DefinitionError, match="min_group_size is 2; it must be between 1 and grpo_size"):
         MCAdvantage(1, settings=declared)
-    with pytest.raises(DefinitionError, match="takes no kl_coef: a penalty in the reward is KLRewardTransform's"):
+    with pytest.raises(DefinitionError, match="takes no kl_coef: KLRewardTransform applies a penalty to the reward"):
         MCAdvantage(4, kl_coef=0.1)
 
 

@@ -136,7 +136,7 @@ def test_sft_prompts_from_padded_prompts_alone(make_model: Make) -> None:
     del td["masks", "all_assistant_mask"]
     assert torch.equal(policy.get_sft_dist(td).log_prob(td["tokens", "full"]), expected)
     del td["tokens", "prompt"]
-    with pytest.raises(DataError, match="The ends of the prompts are unknown"):
+    with pytest.raises(DataError, match="The lengths of the prompts are unknown"):
         policy.get_sft_dist(td)
 
 

@@ -114,5 +114,5 @@ def test_an_abort_ends_the_conversations():
     """Nothing of a rollout is kept whose turns another client aborted."""
     engine = Requests()
     threading.Timer(0.1, engine.abort).start()
-    with pytest.raises(EngineError, match="none of it was stored"):
+    with pytest.raises(EngineError, match="so it was not stored"):
         run(engine, type("Timed", (Tool,), {"alone_s": {}}))

@@ -108,8 +108,8 @@ def test_damaged_weights_are_named_refused_and_published_again(run):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda run: shutil.rmtree(run.weights), "none are published, and 2 steps were taken"),
-        (lambda run: (run.weights / "latest.json").unlink(), "none are published, and 2 steps were taken"),
+        (lambda run: shutil.rmtree(run.weights), "none are published, but 2 steps were taken"),
+        (lambda run: (run.weights / "latest.json").unlink(), "none are published, but 2 steps were taken"),
         (lambda run: reissue(run, version=50), "the newest, of step 50: the ledger has no such step"),
     ],
     ids=["no folder", "no pointer", "another run's"],
