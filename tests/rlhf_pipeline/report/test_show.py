@@ -259,7 +259,7 @@ def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.Capt
 def test_before_and_after(run_dir: Path, tmp_path: Path):
     """Two aligned lines; nothing to compare after one rollout."""
     lines = before_and_after(RunFolder.open(run_dir))
-    assert [line.split()[0] for line in lines] == ["before", "after", "(of"]
+    assert [line.split()[0] for line in lines] == ["before", "after", "(two"]
     assert lines[0].index("->") == lines[1].index("->")
     assert "reward 1.00" in lines[1]
     assert lines[2:] == ["  (two different prompts, because no early prompt occurs again at the end)"]

@@ -74,7 +74,7 @@ def test_a_run_that_stopped(run_dir: Path):
     assert found["alarms"][0] == {
         "name": "stopped",
         "severity": "page",
-        "text": f"no process is running; the run stopped after step 12 of 300. Continue: {resume}",
+        "text": f"no process is running; the run stopped after step 12 of 300. To continue: {resume}",
         "process": None,
         "window_s": None,
         "window_steps": None,
