@@ -339,7 +339,7 @@ class Collect(Settings):
             (is_engine, wrong),
             (
                 not self.is_truncated or self.engine == "slots",
-                f"top_k, top_p and min_p need engine=slots, and engine is {self.engine}: vLLM does not report the "
+                f"top_k, top_p and min_p need engine=slots, but engine is {self.engine}. vLLM does not report the "
                 "probability mass of the truncated support, without which ratios would be wrong.",
             ),
             (all(self.stop), "a stop string is empty."),

@@ -158,14 +158,14 @@ def refuse_unknown(
 
     >>> refuse_unknown("GRPOLoss", {"clip_epsilom": 0.2}, ["clip_epsilon"], {}, {})
     Traceback (most recent call last):
-    rlhf_pipeline.errors.DefinitionError: GRPOLoss takes no 'clip_epsilom'. Did you mean 'clip_epsilon'?
+    rlhf_pipeline.errors.DefinitionError: GRPOLoss does not accept 'clip_epsilom'. Did you mean 'clip_epsilon'?
     """
     for name, value in arguments.items():
         if any(value == default for default in harmless.get(name, ())):
             continue
         if name in reasons:
-            raise DefinitionError(f"{owner} takes no {name}: {reasons[name]}")
-        raise DefinitionError(f"{owner} takes no {name!r}.{did_you_mean(name, names)}")
+            raise DefinitionError(f"{owner} does not accept {name}: {reasons[name]}")
+        raise DefinitionError(f"{owner} does not accept {name!r}.{did_you_mean(name, names)}")
 
 
 def function_name(function: object) -> str:

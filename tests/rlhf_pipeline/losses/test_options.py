@@ -336,7 +336,7 @@ def test_a_loss_takes_the_settings_of_a_definition(tiny):
     assert GRPOLoss(policy, loss.settings).settings == loss.settings
     other = GRPOLoss(policy, declared, clip_cov=None, dual_clip=3)
     assert (other.settings.clip_cov, other.dual_clip, other.tis_cap) == (None, 3.0, 2.0)
-    with pytest.raises(DefinitionError, match=r"takes no 'clip_hihg'\. Did you mean 'clip_high'"):
+    with pytest.raises(DefinitionError, match=r"does not accept 'clip_hihg'\. Did you mean 'clip_high'"):
         GRPOLoss(policy, declared, clip_hihg=0.3)
     with pytest.raises(DefinitionError, match=r"tis_floor is 3\.0; it must be below tis_cap, 2\.0"):
         GRPOLoss(policy, declared, tis_floor=3.0)

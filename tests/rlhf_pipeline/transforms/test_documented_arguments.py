@@ -113,7 +113,7 @@ def test_an_advantage_takes_the_settings_of_a_definition():
     assert MCAdvantage(2, trajectory_return=None).settings.trajectory_return is None
     with pytest.raises(DefinitionError, match="min_group_size is 2; it must be between 1 and grpo_size"):
         MCAdvantage(1, settings=declared)
-    with pytest.raises(DefinitionError, match="takes no kl_coef: KLRewardTransform applies a penalty to the reward"):
+    with pytest.raises(DefinitionError, match="does not accept kl_coef: KLRewardTransform applies"):
         MCAdvantage(4, kl_coef=0.1)
 
 
@@ -329,7 +329,7 @@ def test_forms_of_the_general_form(normal_actor):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_ray_service": True}, "takes no use_ray_service: the reference runs where the transform does"),
+        ({"use_ray_service": True}, "does not accept use_ray_service: the reference runs where the transform does"),
         ({"coeff": 0.1}, "Did you mean 'coef'"),
         ({"coef": ConstantKLController(kl_coef=0.1)}, "coef is a ConstantKLController; pass controller="),
     ],

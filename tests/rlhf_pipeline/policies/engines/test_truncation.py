@@ -146,7 +146,7 @@ def test_a_run_stores_the_mass_and_its_first_step_has_ratio_one(tmp_path: Path) 
 
 def test_truncation_where_its_mass_is_unknown_is_refused() -> None:
     """In a definition, and by what makes requests of vLLM."""
-    with pytest.raises(DefinitionError, match="top_k, top_p and min_p need engine=slots, and engine is vllm"):
+    with pytest.raises(DefinitionError, match="top_k, top_p and min_p need engine=slots, but engine is vllm"):
         Collect(engine="vllm", top_p=0.9)
     with pytest.raises(UnsupportedError, match=r"Use collect\.engine=slots"):
         jobs_of(Request(prompts=[[1]], truncation=CUT), np.array([1]), most=None)
