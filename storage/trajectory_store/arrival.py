@@ -13,10 +13,10 @@ _BEFORE_ALL = -1 << 63
 
 
 class Arrivals:
-    """The ids of a store in the order of arrival, as of one moment, without an id per row in memory.
+    """The ids of a store in the order of arrival at one moment, without one id per row in memory.
 
-    They are runs of consecutive ids: a slice computes the ids of its rows, and a store of 10^6 rows that one process
-    wrote has a few runs. Later commits do not change it.
+    The ids are stored as runs of consecutive ids, and a slice computes the ids of its rows. A store of 10^6 rows that
+    one process wrote has a few runs. Later commits do not change the object.
 
     >>> arrivals = Arrivals(np.array([10, 40]), np.array([3, 5]))  # 10, 11, 12 and 40, 41
     >>> len(arrivals), arrivals[1:4].tolist(), arrivals[-1:].tolist(), arrivals.position(41), arrivals.position(13)
@@ -29,7 +29,7 @@ class Arrivals:
 
     @classmethod
     def of_ids(cls, ids: Int64Array) -> Arrivals:
-        """Return ids in an order as runs."""
+        """Return the runs of ids in a given order."""
         ends = np.append(np.flatnonzero(ids[1:] != ids[:-1] + 1) + 1, len(ids)) if len(ids) else ids
         return cls(ids[np.append(0, ends[:-1])] if len(ids) else ids, ends)
 
@@ -59,7 +59,7 @@ class Arrivals:
         return self._firsts[runs] + positions - begins[runs]
 
     def position(self, row_id: int) -> int | None:
-        """Return the position of an id, or None if it is not among these."""
+        """Return the position of an id, or None if it is not included."""
         begins = np.concatenate([[0], self._ends[:-1]]) if len(self._ends) else self._ends
         run = np.flatnonzero((self._firsts <= row_id) & (row_id < self._firsts + self._ends - begins))
         return int(begins[run[0]] + row_id - self._firsts[run[0]]) if len(run) else None

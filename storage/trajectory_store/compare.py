@@ -18,7 +18,7 @@ from trajectory_store.store import TrajectoryStore
 
 @dataclass
 class StoreDiff:
-    """How two stores differ.
+    """The differences between two stores.
 
     Attributes:
         only_left: `[N]` int64 ids of rows that the right store lacks.
@@ -26,9 +26,9 @@ class StoreDiff:
         changed: per column, the pairs `[K, 2]` of ids (left, right) whose values differ.
         columns_left: columns that only the left store has.
         columns_right: columns that only the right store has.
-        redefined: columns with one value per row in one store and several in the other, or text and numbers; their
-            values are not compared.
-        num_pairs: rows that are in both.
+        redefined: columns that have one value per row in one store and several in the other, or text in one and numbers
+            in the other; their values are not compared.
+        num_pairs: number of rows that are in both stores.
     """
 
     only_left: Int64Array
@@ -41,7 +41,7 @@ class StoreDiff:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there are no differences."""
         sides = len(self.only_left) + len(self.only_right) + len(self.columns_left) + len(self.columns_right)
         return not sides and not self.changed and not self.redefined
 
@@ -71,12 +71,12 @@ def diff(
     ignore: Collection[str] = (),
     on_rows: Callable[[int, int], None] | None = None,
 ) -> StoreDiff:
-    """Compare the rows of two stores. Apart from the ids, memory use does not grow with the stores.
+    """Compare the rows of two stores. Apart from the ids, memory use does not depend on their size.
 
     Args:
         left: one store.
-        right: the other; the backends may differ.
-        key: a scalar column whose values identify a row in both, for example `"trajectory_id"`; without it the
+        right: the other store; the backends may differ.
+        key: a scalar column whose values identify a row in both stores, for example `"trajectory_id"`; without a key,
             rows are paired in the order of arrival.
         ignore: columns that are not compared.
         on_rows: called with the number of pairs compared so far and the total.

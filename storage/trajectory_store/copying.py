@@ -140,16 +140,15 @@ def copy_rows(
     on_rows: Callable[[int, int], None] | None = None,
     skip_damaged: bool = False,
 ) -> Int64Array:
-    """Append the rows of one store to another, in order, with later values folded in.
+    """Append the rows of one store to another, in order, with their latest values.
 
-    The target keeps track of which values were given and which were filled in. Columns that only the target has
-    are filled.
+    The target records which values were given and which are fills. Columns that only the target has are filled.
 
     Args:
-        source: where rows come from.
+        source: the store from which rows are copied.
         target: a store open for appending; every column of the source must be in it, with the same dtype.
-        ids: which rows; None for all in the order of arrival.
-        batch_rows: rows per commit at most; fewer if rows are long.
+        ids: the rows; None for all in the order of arrival.
+        batch_rows: maximum number of rows per commit; fewer if rows are long.
         on_rows: called with the number of rows copied so far and the total.
         skip_damaged: exclude damaged rows; otherwise they are an error, and nothing is appended.
 
@@ -158,7 +157,7 @@ def copy_rows(
 
     Raises:
         SchemaError: the target lacks a column, or has it with another dtype.
-        CorruptionError: some rows are damaged; it names them.
+        CorruptionError: some rows are damaged; the error lists them.
     """
     for column in source.schema:
         counterpart = target.schema.find(column.name)
@@ -195,7 +194,7 @@ def copy_store(
     """Make a store of the rows of another one, in order, with separate ids; return their number.
 
     Args:
-        source: where rows come from.
+        source: the store from which rows are copied.
         target: a folder that does not exist or is empty, or a URL.
         ids: as of `copy_rows`.
         backend: of the new store; None as `create` has it.
@@ -203,7 +202,7 @@ def copy_store(
         skip_damaged: as of `copy_rows`; without it, nothing is made.
 
     Raises:
-        CorruptionError: some rows are damaged; it names them.
+        CorruptionError: some rows are damaged; the error lists them.
         StoreExistsError: the target holds something.
     """
     intact_ids = source.intact(ids, skip_damaged=skip_damaged)

@@ -24,7 +24,7 @@ class BufferPool:
     """Arrays backed by reused memory.
 
     Args:
-        max_bytes: memory kept for reuse; beyond it, arrays come from the allocator.
+        max_bytes: maximum memory that is kept for reuse; beyond it, arrays are newly allocated.
 
     >>> pool = BufferPool()
     >>> first = pool.take((2, 3), np.dtype("int32"))
@@ -43,11 +43,11 @@ class BufferPool:
         self._zeros = memoryview(b"")
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Return an uninitialised contiguous array that nothing else uses."""
+        """Return an uninitialised contiguous array that is not otherwise in use."""
         return self.join((), shape, dtype)
 
     def join(self, pieces: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Return such an array, filled with the bytes of some buffers one after another: each byte is written once.
+        """Return an array that contains the bytes of some buffers in order; each byte is written once.
 
         Args:
             pieces: contiguous buffers that together fill the array.

@@ -106,7 +106,7 @@ class RaggedArray:
         return cls(values, np.array([len(a) for a in arrays], np.int64))
 
     def beside(self, values: npt.NDArray[Any]) -> RaggedArray:
-        """Return other values in rows of the same lengths, without checking the lengths again.
+        """Return an array of other values with the same row lengths, without checking the lengths again.
 
         >>> RaggedArray(np.arange(3), np.array([2, 1])).beside(np.array([7, 8, 9]))[1].tolist()
         [9]
@@ -124,7 +124,7 @@ class RaggedArray:
 
     @property
     def offsets(self) -> Int64Array:
-        """Where rows begin and end, int64 `[N + 1]`; row `i` goes from `offsets[i]` to before `offsets[i + 1]`."""
+        """The bounds of the rows, int64 `[N + 1]`: row `i` is `values[offsets[i]:offsets[i + 1]]`."""
         if self._offsets is None:
             self._offsets = offsets_of(self.lengths)
         return self._offsets

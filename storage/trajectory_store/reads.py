@@ -123,36 +123,36 @@ class StoreReads:
 
     @property
     def used_bytes(self) -> int:
-        """About what the commits that this reader has seen take on disk, in bytes.
+        """The approximate disk space of the commits that this reader has seen, in bytes.
 
-        It is added up from counts, without a look at the files: cheap enough to ask for after each commit.
+        It is computed from counts, without reading the files, so it is cheap enough to query after each commit.
         """
         return sum(s.used_bytes() for s in (*self._catalog.segments.values(), *self._catalog.updates.values()))
 
     @property
     def max_trajectories(self) -> int | None:
-        """How many of the newest trajectories are kept; None for all."""
+        """The number of newest trajectories that are kept; None for all."""
         return self._root.max_trajectories
 
     # Following
 
     def refresh(self) -> int:
-        """Read what other processes wrote, and damaged files that were restored; return the watermark."""
+        """Read the commits of other processes, and damaged files that were restored; return the watermark."""
         self.follow()
         self._positions = None
         return self.watermark
 
     def follow(self) -> None:
-        """Read what other processes wrote; row positions stay."""
+        """Read the commits of other processes; row positions do not change."""
         self._check_open()
         self._catalog.refresh()
         self._catalog.look_again()
 
     @property
     def watermark(self) -> int:
-        """Trajectories committed since the store was made, as far as this reader has seen.
+        """The number of trajectories committed since the store was created, as seen by this reader.
 
-        It never falls: evicted trajectories still count.
+        It never decreases: evicted trajectories are included.
         """
         self._check_open()
         return self._catalog.watermark() if self._then is None else self._then.watermark
@@ -170,8 +170,8 @@ class StoreReads:
     def positions(self) -> Int64Array:
         """Return the ids of the rows by position: `[len(self)]` int64, read-only.
 
-        They are those of `ids()` as of the last `refresh`, or the last write of this store. Damage that is found since
-        moves no row; to read a damaged position is an error that names the row.
+        They are the ids that `ids()` returned at the last `refresh`, or at the last write of this store. Damage found
+        later moves no row; reading a damaged position raises an error that reports the row.
         """
         if self._positions is None:
             self._positions = self.ids()
@@ -179,9 +179,9 @@ class StoreReads:
 
     @following
     def snapshot(self) -> Snapshot:
-        """Record which rows and updates this reader sees now, for any reader at any later time.
+        """Record the rows and updates that this reader sees now, for use by any reader at any later time.
 
-        `ids(snapshot)` gives the rows of that moment, `as_of(snapshot)` their values of that moment.
+        `ids(snapshot)` returns the rows of that moment, and `as_of(snapshot)` their values at that moment.
         """
         self._check_open()
         catalog = self._catalog
@@ -205,7 +205,7 @@ class StoreReads:
     def arrivals(self) -> Arrivals:
         """Return the rows of `ids()` as a sequence whose slices are ids, with no id per row in memory.
 
-        What looks at the newest rows, or passes over all of them in parts, needs no more.
+        This is sufficient for code that reads the newest rows, or all rows in parts.
         """
         self._check_open()
         if self._then is not None:
@@ -214,7 +214,7 @@ class StoreReads:
 
     @following
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """`[B]` bool: which of some ids `ids()` has; it costs what those ids cost, however many rows there are."""
+        """Return which of some ids are in `ids()`, `[B]` bool, in a time that depends only on these ids."""
         self._check_open()
         row_ids = as_ids(ids)
         mask = self._catalog.find(row_ids).ordinals >= 0
@@ -239,12 +239,12 @@ class StoreReads:
         Args:
             condition: for example `"task_reward >= 0.5 and 'def ' in completion"`; see `where.evaluate`.
             ids: the trajectories to search; None for all.
-            names: further names: another name of a column, or a function of this store and ids, which returns a value
-                for each, `[n]`.
+            names: additional names: an alias of a column, or a function of this store and ids that returns one value
+                per id, `[n]`.
             checked: as in `read`; damaged rows are excluded from all rows.
 
         Raises:
-            SchemaError: the condition cannot be read, or names no column.
+            SchemaError: the condition cannot be read, or contains an unknown column.
             CorruptionError: one of `ids` is damaged.
         """
         reader = self._reader(ids, (), checked=checked)  # one for all columns, so that new rows are in none of them
@@ -323,10 +323,10 @@ class StoreReads:
     def batches(
         self, rows: int, columns: Columns = None, ids: Ids | None = None, *, checked: bool = True
     ) -> Iterator[dict[str, Any]]:
-        """Yield what `read` returns, some rows at a time, with the ids as `"ids"`.
+        """Yield batches of the values that `read` returns, with the ids as `"ids"`.
 
-        Besides the ids, a pass over a store in a folder needs only the memory of the segments of one batch: a
-        segment's arrays are released once the pass has left it.
+        In addition to the ids, a pass over a store in a folder needs only the memory for the segments of one batch: the
+        arrays of a segment are released after its last row.
 
         Args:
             rows: rows per batch; the last one may have fewer.
@@ -381,23 +381,23 @@ class StoreReads:
             `[K]` int64, ascending: the ids of damaged rows whose loss was not accepted.
 
         Raises:
-            CorruptionError: a segment cannot be opened, so that which trajectories are damaged is not known.
+            CorruptionError: a segment cannot be opened, so the damaged trajectories are unknown.
         """
         self._check_open()
         return _ids_of(self._catalog.damage(None if ids is None else as_ids(ids)))
 
     @following
     def intact(self, ids: Ids | None = None, *, skip_damaged: bool = False) -> Int64Array:
-        """Return the ids of trajectories that match their checksums: whatever is written elsewhere is read by these.
+        """Return the ids of trajectories that match their checksums, for code that writes the rows elsewhere.
 
-        Copies, exports and what serves rows call this first, so that nothing damaged gets a new, valid checksum.
+        Copies and exports call this first, so that damaged rows do not receive new, valid checksums.
 
         Args:
             ids: which trajectories; None for all in the order of arrival.
-            skip_damaged: exclude damaged ones; otherwise they are an error.
+            skip_damaged: exclude damaged trajectories; otherwise they are an error.
 
         Raises:
-            CorruptionError: some are damaged; it names them.
+            CorruptionError: some trajectories are damaged; the error lists them.
         """
         self._check_open()
         damage = self._catalog.damage(None if ids is None else as_ids(ids))
@@ -420,9 +420,9 @@ class StoreReads:
         Args:
             ids: `[B]` ids, in any order, repeated or not.
             columns: names; None for all.
-            checked: compare these rows, and their later values, with their checksums before. Each is compared once
-                per process and state of its files, so this costs next to nothing from then on; whether files have
-                changed is asked now and then, and by `refresh`. False returns whatever the files hold.
+            checked: first compare these rows, and their later values, with their checksums. Each is compared once per
+                process and state of its files, so later reads take hardly longer; `refresh`, and reads from time to
+                time, check whether files have changed. False returns the content of the files unchecked.
 
         Returns:
             Per column a list of B 1-D arrays (ragged), a list of str (text), or a `[B]` array.
@@ -430,7 +430,7 @@ class StoreReads:
         Raises:
             MissingRowError: an id is not in the store.
             UnknownColumnError: the store has no such column.
-            CorruptionError: what was read does not match its checksum; it names the rows and the segment.
+            CorruptionError: a row does not match its checksum; the error reports the rows and the segment.
         """
         ids = as_ids(ids)
         if len(ids) == 1 and self._then is None:
@@ -454,7 +454,7 @@ class StoreReads:
 
     @following
     def read_batch(self, ids: Ids, schema: Schema | None = None, *, checked: bool = True) -> Batch:
-        """Read whole rows in the form in which they are written, with later values; `checked` as in `read`."""
+        """Read complete rows in the form in which they are written, with later values; `checked` as in `read`."""
         schema = schema or self.schema
         return read_batch(self._reader(ids, schema, checked=checked), schema)
 
@@ -462,7 +462,7 @@ class StoreReads:
     def read_ragged(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> RaggedArray:
         """Read a ragged column in one flat array; `ids=None` reads all trajectories in the order of arrival.
 
-        All reads of all trajectories exclude those that are damaged, see `damaged`; `checked` is as in `read`.
+        Reads of all trajectories exclude damaged trajectories, see `damaged`; `checked` is as in `read`.
         """
         ragged_column = self._ragged_column(column)
         if ragged_column.is_text:
@@ -483,21 +483,21 @@ class StoreReads:
     ) -> dict[str, Any]:
         """Read trajectories as padded matrices.
 
-        The memory of an earlier batch is reused once nothing refers to it, which is several times cheaper than
-        fresh memory.
+        The memory of an earlier batch is reused once there is no reference to it, which is several times faster than
+        new memory.
 
         Args:
             ids: `[B]` ids.
             columns: names; None for all.
             pad_value: fills the rest of a row: one value, or one per column name (default 0).
-            side: where the padding goes.
+            side: the side of the padding.
             pad_to_multiple_of: T is rounded up to a multiple of this.
             out: arrays to write into, by column: contiguous, at least `[B, T]`.
-            checked: compare what is read with its checksums, as `read` does.
+            checked: compare the rows with their checksums, as `read` does.
 
         Returns:
-            Per ragged column `[B, T]` or `[B, T, *shape]`, T the longest row of the column's axis; text as a list,
-            scalars as `[B]`; `"lengths"` `[B]` int64 of the first ragged axis asked for, and
+            Per ragged column `[B, T]` or `[B, T, *shape]`, where T is the length of the longest row of the column's
+            axis; text as a list, scalars as `[B]`; `"lengths"` `[B]` int64 for the first requested ragged axis, and
             `"<axis>.lengths"` for any further axis.
         """
         if side not in ("left", "right"):
@@ -530,7 +530,7 @@ class StoreReads:
         """Read one scalar column.
 
         Args:
-            column: its name; a text column gives an object array of texts.
+            column: its name; for a text column, an object array of texts is returned.
             ids: `[B]` ids; None for all trajectories in the order of arrival.
             checked: as in `read`.
         """
@@ -560,7 +560,7 @@ class StoreReads:
     def has_value(self, column: str, ids: Ids | None = None, *, checked: bool = True) -> npt.NDArray[np.bool_]:
         """Return whether a value was given that is neither NaN nor an empty text: `[B]` bool.
 
-        It is what `column is not None` means in a condition.
+        `column is not None` in a condition has this meaning.
         """
         return _has_value(self._reader(ids, (), checked=checked), self.schema[column])
 

@@ -39,17 +39,17 @@ class Column:
     Args:
         name: at most 128 letters, digits, `_` and `-`, starting with a letter.
         dtype: a numpy name (`"int32"`, `"float32"`, `"bool"`, ...), `"str"` for UTF-8 text or `"bytes"`.
-        ragged: one array of any length per trajectory instead of one value.
+        ragged: each trajectory has one array of any length instead of one value.
         mutable: `TrajectoryStore.update` may change the values, unlike those of other columns. `append` may omit the
-            column: a value begins as 0 unless a fill is given.
+            column: a value is initially 0 unless a fill is given.
         axis: ragged columns that share an axis have the same length in each trajectory and share one
             offsets array. Default `"tokens"`; text and bytes need a separate axis.
-        fill: the value of rows that were appended without the column, or that are older than the column. A column
-            without a fill, unless mutable, must be in every batch.
-        shape: of a ragged column, the shape of one element: `(8,)` for the 8 experts of each token.
+        fill: the value for rows that were appended without the column, or before the column was added. A column without
+            a fill, unless mutable, must be in every batch.
+        shape: the shape of one element of a ragged column: `(8,)` for the 8 experts of each token.
 
     Raises:
-        SchemaError: the definition contradicts itself.
+        SchemaError: the definition is inconsistent.
 
     >>> Column("input_ids", "int32", ragged=True).axis
     'tokens'
@@ -160,7 +160,7 @@ class Column:
         return str(self.fill_value).encode() if self.is_text else b""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the definition as JSON values; NaN and infinities become their names."""
+        """Return the definition as JSON values, with NaN and infinities as their names."""
         out: dict[str, Any] = {"name": self.name, "dtype": self.dtype}
         if self.ragged:
             out["ragged"] = True
@@ -194,7 +194,7 @@ class Schema:
     """The columns of a store, in order.
 
     Args:
-        columns: the columns; names are unique, and columns of one axis are all text or all numeric.
+        columns: the columns, with unique names; the columns of an axis must be all text or all numeric.
 
     Raises:
         SchemaError: there are no columns, a name appears twice, or a text column shares its axis.
@@ -272,7 +272,7 @@ class Schema:
         return self._by_name.get(name)
 
     def select(self, names: Sequence[str] | str | None) -> tuple[Column, ...]:
-        """Return the named columns, or all of them for None."""
+        """Return the columns with these names, or all columns for None."""
         if names is None:
             return self.columns
         if isinstance(names, str):
@@ -285,7 +285,7 @@ class Schema:
         return self if len(names) == len(self.columns) else _subset(self, frozenset(names))
 
     def with_columns(self, columns: Iterable[Column]) -> Schema:
-        """Return a schema with more columns; every new one needs a fill for the rows that exist."""
+        """Return a schema with additional columns, each of which needs a fill for existing rows."""
         added = list(columns)
         for column in added:
             if not column.optional:

@@ -17,15 +17,15 @@ from trajectory_store.ragged import Int64Array
 
 @dataclass(frozen=True)
 class Snapshot:
-    """How many rows or updates of each segment were visible at one moment.
+    """The number of rows or updates of each segment that were visible at one moment.
 
-    Several writers interleave, so a number of rows alone does not identify the rows; this does. It is small
-    (one number per segment) and goes into a ledger as JSON. `TrajectoryStore.ids` takes it and returns the rows of
-    that moment; `TrajectoryStore.as_of` reads their values of that moment.
+    The rows of several writers interleave, so the number of rows alone does not identify them, but a snapshot does. It
+    is small (one number per segment) and can be stored in a ledger as JSON. `TrajectoryStore.ids` accepts it and
+    returns the rows of that moment; `TrajectoryStore.as_of` reads their values at that moment.
 
     Attributes:
         rows: ordinal of a segment -> rows.
-        watermark: rows committed since the store was made.
+        watermark: rows committed since the store was created.
         updates: ordinal of a segment of updates -> updates.
 
     >>> Snapshot.from_json(Snapshot({0: 5}, 5).to_json())
@@ -43,7 +43,7 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
-        """Rebuild it from `to_json`."""
+        """Rebuild a snapshot from `to_json`."""
         try:
             rows, updates = ({int(k): int(v) for k, v in data[name].items()} for name in ("rows", "updates"))
             return cls(rows, int(data["watermark"]), updates)
@@ -51,11 +51,11 @@ class Snapshot:
             raise SchemaError(f"a snapshot cannot be read: {error!r} in {dict(data)!r}") from None
 
     def select(self, ids: Int64Array) -> Int64Array:
-        """Return the ids that existed, in their order."""
+        """Return the ids that existed at that moment, in their order."""
         return ids[within(self.rows, ids)]
 
     def later(self, ids: Int64Array) -> Int64Array:
-        """Return the ids that did not exist yet, in their order: committed since, even between known rows.
+        """Return the ids that were committed later, in their order; they may be between earlier rows.
 
         >>> Snapshot({0: 2}, 2).later(np.array([0, 1, 2, 1 << 32])).tolist()
         [2, 4294967296]

@@ -75,8 +75,8 @@ def settled(write: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P]
 class TrajectoryStore(StoreTable):
     """A durable, ragged store of trajectories, on a local disk or in an object store.
 
-    Make one with `create` or `open`. Any number of processes may append (each to separate segments) and
-    read at the same time. A killed process blocks no other, and loses no row for which `append` returned.
+    Create one with `create`, or open it with `open`. Any number of processes may append (each to separate segments) and
+    read at the same time. A killed process does not block others, and loses no row for which `append` returned.
 
     Attributes:
         path: the folder.
@@ -131,25 +131,25 @@ class TrajectoryStore(StoreTable):
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | str | None = None,
     ) -> TrajectoryStore:
-        """Make a store and open it for appending.
+        """Create a store and open it for appending.
 
         Args:
             path: a folder that does not exist or is empty. With the zarr backend also a URL such as
                 `s3://bucket/prefix` (credentials come from the environment), an obstore store or a zarr `Store`.
             schema: the columns.
             backend: `"memmap"` for raw segments on a local disk, `"zarr"` for one immutable object per commit; by
-                default memmap for a folder and zarr for anything else.
-            durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives
-                a power loss, for one sync of the disk per append. `"group"`: the same, but a sync waits a few
-                milliseconds for appends of other threads, if there are any. In an object store every put has the
-                guarantee of that store.
-            max_trajectories: keep only this many of the newest; older ones are evicted by whole segments.
+                default memmap for a folder and zarr for all other targets.
+            durability: `"process"`: an acknowledged row survives `kill -9`. `"power"`: it also survives a power loss;
+                each append syncs the disk once. `"group"`: the same, but a sync waits a few milliseconds for appends of
+                other threads, if there are any. In an object store, every put has the guarantee of that store.
+            max_trajectories: keep only this many of the newest trajectories; older ones are evicted in complete
+                segments.
             max_bytes: keep about this many bytes on the disk (`"20GB"`, `"512MiB"`); older segments are evicted.
-            preallocate: reserve disk blocks a segment at a time: appends are faster, and a full disk is noticed
-                when a segment is made.
+            preallocate: reserve the disk blocks of each segment in advance: appends are faster, and a full disk is
+                detected when a segment is created.
             segment_rows: rows per segment; by default few, growing to 512 Ki (preallocated, or zarr: 64 Ki).
             segment_elements: elements per ragged axis and segment; by default few, growing to 64 Mi (16 Mi).
-            compress: zarr backend: zstd for chunks that it makes smaller.
+            compress: zarr backend: compress chunks with zstd if this makes them smaller.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
             cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
 
@@ -192,12 +192,12 @@ class TrajectoryStore(StoreTable):
         Args:
             path: its folder, a URL, an obstore store or a zarr `Store`; the backend is detected.
             mode: `"r"` to read, `"a"` to read, append and update.
-            durability: for the appends of this process; default: what the store was created with.
-            add_columns: columns to add to the store; existing rows read as the fill until `update` gives them
-                values. A column that exists with the same definition is not an error. None can join the axis of a
-                single column whose lengths `update` has changed.
-            io: `"mmap"` or `"pread"`; by default maps, but positional reads where a map may end the process: on
-                network file systems when the server fails, on tmpfs when it is full.
+            durability: for the appends of this process; default: the durability with which the store was created.
+            add_columns: columns to add to the store; existing rows read as the fill until `update` gives them values. A
+                column that exists with the same definition is not an error. A column cannot join the axis of a single
+                mutable column, whose lengths `update` may change.
+            io: `"mmap"` or `"pread"`; by default maps, but positional reads if a map might end the process: on network
+                file systems when the server fails, and on tmpfs when it is full.
             cache_dir: zarr backend: where columns that were read are kept; default: a temporary folder.
             cache_bytes: zarr backend: how much is kept there; None for `TRAJECTORY_STORE_CACHE_BYTES`, else 16 GiB.
 
@@ -238,8 +238,8 @@ class TrajectoryStore(StoreTable):
         Args:
             path: as of `create`.
             data: an object with Arrow's protocol, such as a `datasets.Dataset` or a DataFrame.
-            schema: the columns; None takes those that a store recorded in the table's metadata, or else one of its
-                type for each field, each of which may be null.
+            schema: the columns; None uses the columns that a store recorded in the table's metadata, or otherwise one
+                nullable column of the same type per field.
             **options: of `create`.
 
         Raises:
@@ -255,7 +255,7 @@ class TrajectoryStore(StoreTable):
     def from_parquet(
         cls, path: Any, file: str | os.PathLike[str], schema: Schema | None = None, **options: Any
     ) -> TrajectoryStore:
-        """Create a store from a Parquet file, some thousand rows per commit, and leave it open for appending.
+        """Create a store from a Parquet file, with some thousand rows per commit, and leave it open for appending.
 
         Args:
             path: as of `create`.
@@ -278,11 +278,11 @@ class TrajectoryStore(StoreTable):
         """Add columns to a store that is open for appending, as `open(add_columns=...)` does.
 
         Args:
-            columns: existing rows read as the fill until `update` gives them values; a column that exists is not an
+            columns: existing rows read as the fill until `update` sets values; a column that already exists is not an
                 error.
 
         Raises:
-            SchemaError: a column contradicts one that exists, or cannot join its axis.
+            SchemaError: a column contradicts an existing column, or cannot join its axis.
             ReadOnlyError: the store is open for reading.
         """
         if self.mode != "a":
@@ -305,7 +305,7 @@ class TrajectoryStore(StoreTable):
 
     @settled
     def close(self) -> None:
-        """Finish this process's segments and release the maps; arrays that were read stay valid."""
+        """Finish this process's segments and release the maps; arrays that were read remain valid."""
         self._closed = True
         if self._pid == os.getpid():
             self._background.pause()
@@ -341,16 +341,17 @@ class TrajectoryStore(StoreTable):
         """Append trajectories in one atomic commit.
 
         Args:
-            data: per column a RaggedArray or a list of 1-D rows (ragged), a list of str (text), or `[n]`
-                values (scalars). Columns with a fill, and mutable ones, may be omitted, of single rows too: None is no
-                value. Or dicts, one per trajectory, in a list or from a generator; or a table: of pyarrow, polars or
-                DuckDB, a DataFrame of pandas, a `datasets.Dataset`. Numbers may be tensors.
+            data: per column a RaggedArray or a list of 1-D rows (ragged), a list of str (text), or `[n]` values
+                (scalars). Columns with a fill, and mutable columns, may be omitted, also in single rows: None means no
+                value. Alternatively, dicts, one per trajectory, in a list or from a generator; or a table: from
+                pyarrow, polars or DuckDB, a pandas DataFrame, or a `datasets.Dataset`. Numbers may be tensors.
 
         Returns:
             `[n]` int64 ids, stable and never reused. The rows are durable on return.
 
-        After an exception that interrupts the call, such as `KeyboardInterrupt`, the rows may be in the store. If this
-        thread appends the same rows next, they are in the store once, and the call returns their ids.
+        After an exception that interrupts the call, such as `KeyboardInterrupt`, the rows may be in the store. If the
+        next call of this thread appends the same rows, the store contains them only once, and the call returns their
+        ids.
 
         Raises:
             BatchError: the rows do not fit the schema; nothing was written.
@@ -386,10 +387,10 @@ class TrajectoryStore(StoreTable):
     def update(self, ids: Ids, **values: Any) -> None:
         """Update columns of existing trajectories.
 
-        Only a column made with `mutable=True` can be updated; any other keeps what `append` gave it.
-        The values are appended by one atomic commit, with the durability and the checksum of an append; nothing is
-        overwritten. This process reads them at once, others after their next `refresh`. The last update of a value
-        wins, whatever the writers' clocks show.
+        Only a column with `mutable=True` can be updated; the values of other columns never change. The values are
+        appended by one atomic commit, with the durability and the checksum of an append; nothing is overwritten. This
+        process reads them immediately, other processes after their next `refresh`. The last update of a value applies,
+        regardless of the writers' clocks.
 
         Args:
             ids: `[n]` ids.
@@ -471,10 +472,10 @@ class TrajectoryStore(StoreTable):
         self.sync()
 
     def sync(self) -> None:
-        """Wait until every row that this object sees is on the disk, without looking for new ones.
+        """Wait until every row that this object sees is on the disk, without checking for new rows.
 
-        Unlike `flush`, it changes nothing that the store's other methods return: a thread may call it while another
-        one reads and appends.
+        Unlike `flush`, it does not change what the store's other methods return: a thread may call it while another
+        thread reads and appends.
 
         Raises:
             UnsyncedError: everything is in the store, but a sync failed, now or before.
@@ -497,10 +498,10 @@ class TrajectoryStore(StoreTable):
         """Copy the store with its ids, consistently, while any process may write to it: a backup.
 
         The copy contains at least the rows that this process sees, and passes `verify`. `copy_rows` and `rlhf-pipeline
-        copy` make a store with new ids instead.
+        copy` create a store with new ids instead.
 
         Args:
-            target: the new folder; must not exist, or be empty.
+            target: the new folder, which must not exist, or must be empty.
             skip_damaged: copy a store with damaged rows. Their files are copied unchanged, so that these rows are
                 damaged in the copy as well; otherwise they are an error.
 
@@ -508,8 +509,8 @@ class TrajectoryStore(StoreTable):
             `[K]` int64: the ids of the damaged rows.
 
         Raises:
-            CorruptionError: some rows are damaged; it names them.
-            StoreExistsError: the target is not empty, or is in the store's own folder.
+            CorruptionError: some rows are damaged; the error lists them.
+            StoreExistsError: the target is not empty, or is inside the store's folder.
             SchemaError: the store is not in a folder.
         """
         self._check_open()
@@ -532,9 +533,9 @@ class TrajectoryStore(StoreTable):
     def on_segment(self, begin: Callable[[int], None] | None) -> None:
         """Register a function to call with the number of each new segment of this process, before its first commit.
 
-        With `fence` it makes a lease safe: the holder publishes the segment's number, and a process that takes the
-        lease over from a holder without a heartbeat ends that segment. If the function raises, the append fails, and
-        none of its rows is in the store.
+        Together with `fence`, this makes a lease safe: the holder publishes the segment's number, and a process that
+        takes over the lease from a holder without a heartbeat ends that segment. If the function raises, the append
+        fails, and none of its rows is in the store.
         """
         self._on_segment = begin
 
@@ -542,7 +543,7 @@ class TrajectoryStore(StoreTable):
     def fence(self, segment: int) -> None:
         """End a segment of another process: its later appends go to a new segment.
 
-        After this call, everything that was committed to the segment is visible here.
+        After this call, all commits of the segment are visible here.
         """
         self._check_writable("fence")
         self._catalog.refresh()
@@ -554,7 +555,7 @@ class TrajectoryStore(StoreTable):
 
     @settled
     def compact(self) -> CompactReport:
-        """Merge finished segments into fewer, without superseded updates; ids and their order stay the same.
+        """Merge finished segments into fewer segments, without superseded updates; ids and their order do not change.
 
         Calling it is optional: small segments are merged in the background. Other readers use the old segments until
         they refresh.
@@ -589,7 +590,8 @@ class TrajectoryStore(StoreTable):
         Other processes may append, update, evict and compact at the same time.
 
         Args:
-            ids: check only the segments that hold these trajectories, and the updates; None checks the whole store.
+            ids: check only the segments that contain these trajectories, and the updates; None checks the complete
+                store.
         """
         self._check_open()
         among = None if ids is None else as_ids(ids)
@@ -608,11 +610,11 @@ class TrajectoryStore(StoreTable):
     def accept_losses(self, ids: Ids | None = None) -> int:
         """Accept the loss of rows and updates that are damaged now: later checks do not report them as problems.
 
-        Nothing is removed: if the right files are restored, the rows count again. Segments that cannot be opened at all
-        are not among them.
+        Nothing is removed: if the correct files are restored, the rows are valid again. Segments that cannot be opened
+        are not included.
 
         Args:
-            ids: accept only the damaged commits that hold some of these trajectories; None accepts all.
+            ids: accept only the damaged commits that contain some of these trajectories; None accepts all.
 
         Returns:
             The number of commits, or of parts of merged segments, whose loss was accepted.

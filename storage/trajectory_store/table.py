@@ -26,15 +26,15 @@ _ITER_ROWS: Final = 1024
 
 
 class StoreTable(StoreReads):
-    """The rows of an open store by their place in the order of arrival, as tables and data sets have them."""
+    """The rows of an open store by their position in the order of arrival, as in tables and datasets."""
 
     _reopening: tuple[Callable[..., StoreTable], dict[str, Any]]
     """How to open the store again in another process."""
 
     def as_of(self, snapshot: Snapshot) -> StoreTable:
-        """Return a view of the rows and values of a snapshot: later rows and later updates do not count.
+        """Return a view of the rows and values of a snapshot, without later rows and later updates.
 
-        Reading raises SnapshotGoneError if updates have been folded into later ones since, as `compact` does.
+        Reading raises SnapshotGoneError if updates have been merged into later ones since then, as `compact` does.
         """
         self._check_open()
         view = StoreTable(self.path, self._root, self._catalog, snapshot)
@@ -148,7 +148,7 @@ class StoreTable(StoreReads):
     # Counting and sampling
 
     def count(self, condition: str | None = None) -> int:
-        """Return how many trajectories meet a condition of `where`; without one, how many there are.
+        """Return the number of trajectories that meet a condition of `where`; without a condition, of all trajectories.
 
         Raises:
             SchemaError: the condition cannot be read.
@@ -161,13 +161,13 @@ class StoreTable(StoreReads):
         """Return the ids of different trajectories, drawn uniformly: `[n]` int64.
 
         Args:
-            n: how many.
-            seed: of the draw: the same gives the same places of the same rows. Or a generator, which continues. None
-                makes a new draw each time.
-            condition: of these, see `where`.
+            n: the number of trajectories.
+            seed: the seed of the draw: the same seed selects the same positions of the same rows. Or a generator, which
+                continues. None makes a new draw each time.
+            condition: only trajectories that meet this condition, see `where`.
 
         Raises:
-            BatchError: there are fewer.
+            BatchError: there are fewer trajectories.
         """
         among = self.ids() if condition is None else self.where(condition)
         if isinstance(n, bool) or not 0 <= n <= len(among):
@@ -232,10 +232,10 @@ class StoreTable(StoreReads):
         )
 
     def to_pandas(self, columns: Columns = None, ids: Ids | None = None) -> Any:
-        """Return trajectories as a `pandas.DataFrame`; ragged columns hold arrays.
+        """Return trajectories as a `pandas.DataFrame`; ragged columns contain arrays.
 
-        A value that was not given is missing, and a whole number beside it stays one: columns of whole numbers and
-        truth values that may be omitted have pandas' nullable types, such as `Int64`.
+        A value that was not given is missing. Optional columns of integers and Booleans have pandas' nullable types,
+        such as `Int64`, so their other values keep their type.
 
         Args:
             columns: names; None for all.
@@ -263,10 +263,11 @@ class StoreTable(StoreReads):
     ) -> int:
         """Write trajectories to one Parquet file, streamed; values that were not given are null.
 
-        The columns' definitions are in its metadata: `TrajectoryStore.from_parquet` makes an equal store of it.
+        The columns' definitions are in its metadata: `TrajectoryStore.from_parquet` creates an equal store from the
+        file.
 
         Args:
-            path: the file; it is replaced, and appears whole.
+            path: the file; it is replaced atomically.
             columns: names; None for all.
             ids: which trajectories; None for all in the order of arrival.
             skip_damaged: exclude damaged trajectories; otherwise they are an error, and nothing is written.
@@ -275,7 +276,7 @@ class StoreTable(StoreReads):
             The number of trajectories in the file.
 
         Raises:
-            CorruptionError: some are damaged; it names them.
+            CorruptionError: some trajectories are damaged; the error lists them.
             MissingPackageError: pyarrow is not installed.
         """
         pa, target = arrow.pyarrow("to_parquet"), Path(path).expanduser()

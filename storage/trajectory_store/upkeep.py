@@ -55,7 +55,7 @@ class CompactReport:
         rows: trajectories that moved.
         bytes_before: disk space before.
         bytes_after: disk space after.
-        skipped: the reason if nothing was done, else empty.
+        skipped: the reason if nothing was done, otherwise empty.
     """
 
     segments_before: int

@@ -21,13 +21,13 @@ class VerifyReport:
     Attributes:
         path: the store.
         trajectories: trajectories that a reader sees.
-        rows: rows checked, including those that wait for eviction and those of updates.
+        rows: rows checked, including rows that wait for eviction and rows of updates.
         bytes: bytes whose checksum was recomputed.
         segments: segments checked.
-        problems: a description of each; empty if there are none.
-        losses: descriptions of data that is not served and is not a problem: losses that the owner accepted, and
-            commits that were being written when a machine went down and were never acknowledged.
-        damaged_ids: `[N]` int64, the rows that are damaged or lost.
+        problems: a description of each problem; empty if there are none.
+        losses: descriptions of data that is not returned but is not a problem: losses that the owner accepted, and
+            commits that were being written when a machine failed and were never acknowledged.
+        damaged_ids: `[N]` int64, the ids of damaged or lost rows.
         catalog_numbers: the catalog records that commits refer to.
     """
 
@@ -43,7 +43,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """Whether no problems were found."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -75,11 +75,11 @@ class VerifyReport:
             self.losses.append(words)
 
     def damaged(self, ids: Int64Array) -> None:
-        """Record rows that are damaged or lost."""
+        """Record damaged or lost rows."""
         self.damaged_ids = np.union1d(self.damaged_ids, ids)
 
     def confirm(self, earlier: VerifyReport) -> None:
-        """Keep only the damage that an earlier check found too: other processes may write to the store meanwhile."""
+        """Keep only damage that an earlier check also found, because other processes may write to the store."""
         earlier_problems = {_NUMBER.sub("#", problem) for problem in earlier.problems}
         self.problems = [problem for problem in self.problems if _NUMBER.sub("#", problem) in earlier_problems]
         if not self.problems and not self.losses:

@@ -53,33 +53,36 @@ RewardFunction = Callable[..., Any]
 
 
 class TrajectoryRecorder:
-    """Writes each completion of another trainer to a store: token ids, rewards, text and, where known, log-probs.
+    """Writes each completion of another trainer to a store: token ids, rewards, text and, if known, log-probs.
 
     Three ways to use it; the first records the most:
 
     - `recorder.attach(trainer)`: TRL's `GRPOTrainer` (1.16): exact prompt ids, all rewards with the trainer's weights,
-      advantages, sampling log-probs of vLLM; without vLLM they are computed by one forward pass at sampling time.
+      advantages, and vLLM's sampling log-probs; without vLLM, they are computed by one forward pass at sampling time.
     - `reward_funcs=recorder.reward_funcs([my_reward])`: any trainer that calls reward functions as TRL does, with
       `prompts`, `completions`, `completion_ids` and columns. Prompt ids come from the tokenizer, log-probs are NaN.
     - `recorder.record(...)`: any loop.
 
-    A recorder on an old store gives new ids, except for the steps that a resumed training takes again, see `resume`.
-    A call is one atomic commit, durable on return. The processes of one training may record into one store, each with
-    its own recorder, all made before training starts, and all with equally many rows per call. So may several trainings
-    at once, if each is one process. Threads may share a recorder.
+    A recorder on an existing store assigns new ids, except for the steps that a resumed training repeats, see `resume`.
+    A call is one atomic commit, durable on return. The processes of one training may record into one store if each has
+    its own recorder, all recorders are created before training starts, and all calls have the same number of rows.
+    Several trainings may also record into one store at the same time, if each has one process. Threads may share a
+    recorder.
 
     Args:
-        store: folder of the store; made if it is not there.
-        tokenizer: of transformers, or the folder or hub name of one; for prompts and completions without ids.
-        group_size: completions per prompt (`num_generations`); None: rows in turn with equal prompts are one group.
+        store: folder of the store; created if it does not exist.
+        tokenizer: a transformers tokenizer, or its folder or hub name, for prompts and completions without ids.
+        group_size: completions per prompt (`num_generations`); None: consecutive rows with equal prompts form a group.
         durability: of a new store; see `TrajectoryStore.create`.
-        on_error: `raise`, or `log` to train on when the store cannot be written (a full disk) or a call does not fit.
-        rank: of this process; from the environment if None.
+        on_error: `raise`, or `log` to continue training if the store cannot be written (a full disk) or a call is
+            invalid.
+        rank: the rank of this process; read from the environment if None.
         world_size: the number of processes that record.
-        run_id: the name of the training, in which the names of groups and rows are looked up: the same one after a
-            restart that continues, so that half-recorded groups are completed and `give_rewards` finds earlier rows,
-            and a new one for a training that starts from scratch into the same store, whose names may repeat.
-        columns: further columns, which `record(extra=...)` fills, such as routed experts per token:
+        run_id: the name of the training, within which the names of groups and rows are unique. Keep the name when a
+            training resumes, so that incomplete groups are completed and `give_rewards` finds earlier rows. Use a new
+            name for a training that starts from scratch with the same store, because its group and row names may
+            repeat.
+        columns: additional columns, which `record(extra=...)` fills, such as routed experts per token:
             `Column("routed_experts", "int16", ragged=True, shape=(layers * top_k,), fill=0)`.
 
     Raises:
@@ -139,9 +142,9 @@ class TrajectoryRecorder:
     def resume(self, step: int) -> None:
         """Announce that the training resumes from its checkpoint of `step` optimizer steps and repeats later ones.
 
-        Later rows get the ids of the rows that an earlier recorder recorded at those steps, if the prompts are the
-        same, and replace them when the store is learned from: of rows with one trajectory id, only the newest
-        counts. `attach` and `callback` call this where a TRL trainer resumes.
+        Later rows receive the ids of the rows that an earlier recorder recorded at those steps, if the prompts are the
+        same, and supersede them: only the newest row of a trajectory id is learned from. `attach` and `callback` call
+        this when a TRL trainer resumes.
         """
         self._resumed_at = step
 
@@ -182,61 +185,62 @@ class TrajectoryRecorder:
         group_size: int | None = None,
         source: str = "record",
     ) -> np.ndarray:
-        """Write completions in one commit, the members of a group in turn unless `groups` names them.
+        """Write completions in one commit; the members of a group are consecutive unless `groups` is given.
 
         Values that are not given are recorded as unknown.
 
         Args:
-            completions: text or chat messages, `n` of them; empty text where only token ids are known.
-            rewards: None or NaN where a completion could not be graded; None for all: they come later, see
-                `give_rewards`.
+            completions: text or chat messages, `n` of them; empty text if only token ids are known.
+            rewards: one per completion; None or NaN if the completion could not be graded. None for all if
+                `give_rewards` sets them later.
             prompts: text or chat messages; may be omitted with `prompt_ids`.
             prompt_ids: token ids; encoded from `prompts` if None.
             completion_ids: token ids as sampled; encoded from `completions` if None.
             completion_masks: which completion tokens the policy produced; None for all.
-            log_probs: per completion token, of the policy that sampled, at its temperature; None where unknown.
-            ref_log_probs: the same of a reference policy.
+            log_probs: per completion token, under the sampling policy at its temperature; None if unknown.
+            ref_log_probs: the same under a reference policy.
             advantages: one per completion.
-            answers: reference answers, which `rlhf-pipeline inspect` grades by.
-            finish_reasons: `stop`, `length`, or the engine's own reason.
-            metas: further JSON values of each.
-            policy_version: the number of optimizer steps behind the weights, of all or of each; None is unknown.
-            token_versions: per completion token, the version that sampled it: of engines whose weights were replaced
-                meanwhile. A trajectory is as old as its oldest token.
-            version_spans: the same as spans: the place of a span's first token in the row, and its version.
-            temperature: of sampling, of all or of each. A replay scores at it, and asks where it is unknown.
+            answers: reference answers, against which `rlhf-pipeline inspect` grades.
+            finish_reasons: `stop`, `length`, or a reason that the engine defines.
+            metas: additional JSON values per completion.
+            policy_version: the number of optimizer steps behind the weights, one for all or one each; None if unknown.
+            token_versions: per completion token, the version that sampled it, for engines whose weights are replaced
+                during sampling. The age of a trajectory is that of its oldest token.
+            version_spans: the same as spans: the position of a span's first token in the row, and its version.
+            temperature: the sampling temperature, one for all or one each. A replay scores at this temperature, and
+                asks for it if it is unknown.
             log_prob_mode: `processed`, at the temperature, or `raw`, at 1.
-            support_log_mass: per completion token, of sampling with top-p, top-k or min-p: the log of the probability
-                that the tokens which could be drawn have together; `log_probs` are those of the whole distribution.
-            failures: per completion, the kind of its failure (`timeout`, `tool_error`, `grader_error`, `truncated`,
-                `engine`, or a tool's own name for it), empty for none. A failed completion has no reward to learn from.
-            reward_trusted: False is a failure of the grader.
+            support_log_mass: per completion token, for sampling with top-p, top-k or min-p: the log of the total
+                probability of the tokens that could be drawn; `log_probs` are under the complete distribution.
+            failures: per completion, the kind of failure (`timeout`, `tool_error`, `grader_error`, `truncated`,
+                `engine`, or a name that a tool defines), or empty. A failed completion has no reward to learn from.
+            reward_trusted: False marks a failure of the grader.
             evaluation: samples of an evaluation, which are never learned from.
-            engine: the name of the engine that sampled, of all or of each.
-            turn_spans: of conversations, the place of each turn's first token in the row, and 1 for a turn of the
+            engine: the name of the sampling engine, one for all or one each.
+            turn_spans: for conversations, the position of each turn's first token in the row, and 1 for a turn of the
                 policy or 0 for a reply.
             turn_rewards: one per turn of the policy.
-            named_rewards: the parts of the rewards by name, each a column `reward_NAME`.
-            extra: values of the recorder's further `columns`.
-            groups: the name of each one's group, in any order and in any call of the run. Groups of training and of
-                evaluation are apart, also where their names are equal.
-            episodes: where an episode is several rows (a history was rewritten, a step is a row): the name of each
-                row's episode, unique in this call, or None for an episode of one row. Its rows are given one after the
-                other, count as one member of the group, and share failure, finish reason, version and advantage; the
-                last one has the reward.
-            names: the name of each, unique, by which its reward may come later.
-            run_id: in which names are looked up; None is the recorder's.
-            one_prompt: reject a second prompt in a named group; False where the episodes of a group begin differently.
-            group_size: members of each group of this call, which begins with a new one; None continues as the recorder
-                was made.
+            named_rewards: the components of the rewards by name, each in a column `reward_NAME`.
+            extra: values of the recorder's additional `columns`.
+            groups: the group name of each completion; the members of a group may be in any order and in any call of the
+                run. Groups of training and evaluation are separate even if their names are equal.
+            episodes: if episodes have several rows (a history was rewritten, or each step is a row): the name of each
+                row's episode, unique in this call, or None for an episode of one row. The rows of an episode must be
+                consecutive. They are one member of the group and share failure, finish reason, version and advantage;
+                the last row has the reward.
+            names: the unique name of each completion, with which `give_rewards` can set its reward later.
+            run_id: the run in which the names are looked up; None means the recorder's run.
+            one_prompt: reject a second prompt in a named group; use False if the episodes of a group begin differently.
+            group_size: the number of members of each group of this call, which begins with a new group; None uses the
+                recorder's setting.
             source: what `meta` records about the origin of the rows.
 
         Returns:
-            `[n]` int64: the ids that the store gave; empty where an error was logged.
+            `[n]` int64: the ids that the store assigned; empty if an error was logged.
 
         Raises:
             BatchError: the lengths do not match, a value is invalid, or the store is closed.
-            SchemaError: token ids are missing and there is no tokenizer, or a further column was not declared.
+            SchemaError: token ids are missing and there is no tokenizer, or an additional column was not declared.
             StoreError: the store cannot be written.
         """
         fields: dict[str, Any] = {
@@ -400,12 +404,14 @@ class TrajectoryRecorder:
         """Set the rewards of completions that were recorded without one.
 
         A completion without a reward is never learned from. The rewards of a call are one atomic commit, durable on
-        return, and may be given by another process than recorded the completions, and again: the last one counts.
+        return. A process other than the one that recorded the completions may set them. If a reward is set again, the
+        last value applies.
 
         Args:
-            rewards: by the name that `record` was given, or the id that it returned; None where it could not be graded.
-            failures: the kind of the failure of those that failed, see `record`; their rewards are not used.
-            run_id: in which names are looked up; None is the recorder's.
+            rewards: by the name that was passed to `record`, or the id that it returned; None if the completion could
+                not be graded.
+            failures: the kind of failure of failed completions, see `record`; their rewards are not used.
+            run_id: the run in which the names are looked up; None means the recorder's run.
 
         Raises:
             BatchError: a name is not in the store, a reward is not finite, or a row is not the last of its episode.
@@ -492,17 +498,18 @@ class TrajectoryRecorder:
     ) -> list[RewardFunction]:
         """Return reward functions that call the given ones, and record when the last one has returned.
 
-        They are called as TRL calls them: `f(prompts=, completions=, completion_ids=, **columns)`, where columns
-        may hold `trainer_state`, whose `global_step` becomes the policy version. A column called answer, ground_truth,
-        solution or target is stored as the reference answer. Evaluation is recorded too, as TRL does not mark which is
-        which; give the evaluating trainer the plain functions, or use `attach`.
+        They are called as TRL calls them: `f(prompts=, completions=, completion_ids=, **columns)`, where columns may
+        contain `trainer_state`, whose `global_step` becomes the policy version. A column called answer, ground_truth,
+        solution or target is stored as the reference answer. Evaluations are recorded as well, because TRL does not
+        mark them; pass the plain functions to the evaluating trainer, or use `attach`.
 
         Args:
             functions: plain or async functions; reward models cannot be wrapped, use `attach`.
-            weights: per function, for the sum that is the task reward (the trainer's `reward_weights`); None is 1.
+            weights: per function, for the weighted sum that is the task reward (the trainer's `reward_weights`); None
+                means 1.
 
         Raises:
-            SchemaError: a function cannot be called, or the weights do not fit.
+            SchemaError: a function cannot be called, or the number of weights does not match.
         """
         reward_functions = list(functions) if isinstance(functions, Sequence) else [functions]
         if weights is not None and len(weights) != len(reward_functions):
@@ -566,13 +573,13 @@ class TrajectoryRecorder:
     # -- TRL ---------------------------------------------------------------------------------------------------------
 
     def attach(self, trainer: Any, *, compute_log_probs: bool = True, record_eval: bool = False) -> None:
-        """Record everything that a TRL trainer samples from now on, without changing its numbers.
+        """Record everything that a TRL trainer samples from now on, without changing its training.
 
         Args:
             trainer: a `GRPOTrainer` of TRL 1.16, or a trainer with the same methods.
-            compute_log_probs: where the trainer has no sampling log-probs (without vLLM), compute them when the
-                completions are new, at the trainer's temperature: one more forward pass per generation.
-            record_eval: also record what evaluation samples.
+            compute_log_probs: if the trainer has no sampling log-probs (without vLLM), compute them right after
+                generation, at the trainer's temperature, with one additional forward pass per generation.
+            record_eval: also record the completions of evaluations.
 
         Raises:
             SchemaError: the trainer lacks the methods that are wrapped.
