@@ -237,7 +237,7 @@ def test_a_step_without_a_batch_is_reported(run_dir: Path, capsys: pytest.Captur
     """Nothing has been evicted where nothing was learned from."""
     StepRows(run_dir / "ledger.jsonl").append({"step": 13, "row_ids": [], "watermark": 48})
     assert main(["show", str(run_dir), "--step", "13"]) == 2
-    assert "step 13 took no trajectory" in capsys.readouterr().err
+    assert "step 13 used no trajectory" in capsys.readouterr().err
 
 
 def test_what_a_ring_has_evicted_is_not_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]):
