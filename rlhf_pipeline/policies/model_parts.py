@@ -334,7 +334,7 @@ def _cache_refusal(trunk: nn.Module, config: Any, cache_type: Any) -> str | None
     """Return why the slots cannot hold what the layers of a model keep, or None."""
     kinds = _kinds(config) - _KNOWN_CACHES
     if kinds:
-        return f"its layers keep a cache of the kind {', '.join(sorted(kinds))}"
+        return f"its layers keep a cache of type {', '.join(sorted(kinds))}"
     own_cache = re.search(r"\w+Cache\b", str(cache_type))
     if own_cache and own_cache[0] != "DynamicCache":
         return f"it keeps its states in a custom cache, {own_cache[0]}"

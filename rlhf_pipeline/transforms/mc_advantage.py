@@ -466,7 +466,7 @@ class MCAdvantage(Transform):
             if self.rows is None and self._queue.waiting:
                 raise DefinitionError(
                     f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, "
-                    "or give the buffer a separate MCAdvantage."
+                    "or use a separate MCAdvantage for the buffer."
                 )
             self.rows = rows
             if rows is not None:

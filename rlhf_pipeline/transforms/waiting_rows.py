@@ -192,8 +192,8 @@ class WaitingRows:
             if (group, name) in begun:
                 raise DataError(
                     f"trajectory_id {name} arrived again in group {group}, which is closed and contains it: it is "
-                    f"row {row} of {store.path}. The call had no effect: remove it, or give a new group a different "
-                    "group_id."
+                    f"row {row} of {store.path}. The call had no effect: remove it, or use a different group_id for "
+                    "a new group."
                 )
 
     def column_of(self, key: Key) -> str | None:

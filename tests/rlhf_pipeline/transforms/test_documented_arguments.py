@@ -329,7 +329,7 @@ def test_forms_of_the_general_form(normal_actor):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_ray_service": True}, "does not accept use_ray_service: the reference runs where the transform does"),
+        ({"use_ray_service": True}, "does not accept use_ray_service: the reference runs in the process"),
         ({"coeff": 0.1}, "Did you mean 'coef'"),
         ({"coef": ConstantKLController(kl_coef=0.1)}, "coef is a ConstantKLController; pass controller="),
     ],

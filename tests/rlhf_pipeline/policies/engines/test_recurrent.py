@@ -270,4 +270,4 @@ def test_one_notice_names_the_padding(make_model: Make) -> None:
     for _ in range(2):
         policy.log_probs(ids, torch.ones_like(ids, dtype=torch.bool))
     (notice,) = policy.layout_notices()
-    assert "layers of the kind conv" in notice
+    assert "layers of type conv" in notice
