@@ -136,10 +136,15 @@ class Catalog:
                 self._warn_of(problem)
 
     def refresh(self) -> None:
-        """Read new commits, new segments and removals."""
+        """Read new commits, new segments and removals; the next checked read looks at the files."""
+        self._look_at = 0.0
+        self.follow_others()
+
+    def follow_others(self, own: int | None = None) -> None:
+        """Read new commits, new segments and removals, but no commits of `own`: only this process appends to it."""
         with self.lock:
-            self._look_at = 0.0
-            self.medium.bucket.beside(self.journal.catch_up, self._read_commits)
+            growing = [s for s in self.every_segment if not s.finished and s.ordinal != own]
+            self.medium.bucket.beside(self.journal.catch_up, lambda: self._read_commits(growing))
             changed = self.journal.state.number != self.state.number
             if changed or any(isinstance(failed.error, OSError) for failed in self.failed.values()):
                 self._take_state()

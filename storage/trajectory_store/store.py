@@ -380,7 +380,7 @@ class TrajectoryStore(StoreTable):
         if not batch.n_rows:
             return np.empty(0, np.int64)
         if self._catalog.medium.complete:  # elsewhere a refresh costs as much as the append
-            self._catalog.refresh()
+            self._catalog.follow_others(self._stream.ordinal)
         return self._commit(self._stream, batch, self.schema, self._on_segment)
 
     @settled
@@ -407,7 +407,7 @@ class TrajectoryStore(StoreTable):
         if not values:
             raise BatchError("update needs at least one column, for example update(ids, advantage=values).")
         row_ids = as_ids(ids)
-        self._catalog.refresh()
+        self._catalog.follow_others()
         for name in values:
             if not self.schema[name].mutable:
                 raise BatchError(

@@ -85,6 +85,21 @@ def test_checked_reads_look_at_the_files_now_and_then(tmp_path, monkeypatch):
         store.read(ids, checked=True)
 
 
+def test_what_this_process_writes_makes_no_read_look_at_all_files(tmp_path, monkeypatch):
+    """A learner appends and updates between its batches: files are looked at when a segment begins."""
+    ids = np.concatenate(make(tmp_path / "s"))
+    time.sleep(0.06)
+    stopped = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", lambda: stopped)
+    with TrajectoryStore.open(tmp_path / "s", "a") as store:
+        for k in range(5):
+            with at_call(LocalSegment.has_changed) as looks:
+                new = store.append({"tag": [100 + k], "x": [[k]]})
+                store.update(new, score=1.0)
+                assert store.read(np.append(ids, new))["tag"][-1] == 100 + k
+            assert len(looks) == (0 if k else 5)  # three old segments and two new ones
+
+
 def test_each_commit_is_compared_once(tmp_path):
     """What was compared is not compared again while its files are the same; new commits are."""
     make(tmp_path / "s")
