@@ -312,9 +312,9 @@ class Prompts(Settings):
         ]
 
     def all_prompts(self) -> tuple[Prompt, ...]:
-        """Return every prompt in order, or those of the first `limit` rows, without those that `skip` excludes here.
+        """Return all prompts in order, or those of the first `limit` rows, without rows that `skip` excludes here.
 
-        Rows that are too long for a model are among them: see `run.prompt_lengths`.
+        Prompts that are too long for a model are included: see `run.prompt_lengths`.
 
         Raises:
             MissingPathError: the path does not exist.
@@ -323,11 +323,11 @@ class Prompts(Settings):
         return _read(self._reading()).prompts
 
     def skipped(self) -> dict[str, int]:
-        """Return how many rows each rule of `skip` excluded when the file was read."""
+        """Return the number of rows that each rule of `skip` excluded when the file was read."""
         return dict(_read(self._reading()).skipped)
 
     def columns(self) -> tuple[str, ...]:
-        """Return the names of `meta` of all prompts together, sorted."""
+        """Return the sorted names that occur in `meta` of any prompt."""
         return _read(self._reading()).columns
 
     def prompt(self, cursor: int, seed: int) -> Prompt:
@@ -386,7 +386,7 @@ class ChosenPrompts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curriculum(Settings):
-    """How the weights of a mixture are adjusted to the success rates that a run has stored.
+    """Settings for adjusting the weights of a mixture to the success rates that a run has stored.
 
     Every `every` rollouts, each weight is recomputed from those rollouts: the mixture's own weight times
     `least + (1 - least) * 4 p (1 - p)`, the mean over the source's groups, where `p` is the share of a group's members

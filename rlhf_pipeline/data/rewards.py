@@ -55,10 +55,10 @@ def answer_texts(answer: JsonValue) -> list[str]:
 
 
 def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
-    """Return the share of the answer's characters that are in the right place, in [0, 1].
+    """Return the share of the answer's characters that are in the correct position, in [0, 1].
 
-    With several answers, it is the largest of their shares. Characters beyond the answer's length count as wrong, so
-    extra length is not rewarded.
+    With several answers, the largest share is returned. Characters beyond the answer's length are errors, so additional
+    length is not rewarded.
 
     >>> token_match("12=", "13", "12", {})
     0.5
@@ -74,7 +74,7 @@ def _in_place(expected: str, completion: str) -> float:
 
 
 def final_number(text: str) -> str | None:
-    r"""Return the final number of a solution: the one after the last `####`, or the last one in the text.
+    r"""Return the final number of a solution: the number after the last `####`, or the last number in the text.
 
     Thousands separators and a trailing `.0` are dropped, so `1,000.00` equals `1000`.
 
@@ -104,7 +104,7 @@ def final_number_match(prompt: str, completion: str, answer: JsonValue, meta: Ma
 
 
 def exact_match(completion: str, answer: JsonValue) -> float:
-    r"""Return 1.0 if the completion is the answer, or one of several, ignoring surrounding whitespace, else 0.0.
+    r"""Return 1.0 if the completion equals the answer, or one of several, ignoring surrounding whitespace, else 0.0.
 
     >>> exact_match(" Paris\n", "Paris"), exact_match("Paris.", "Paris"), exact_match("Paris", ["Lutetia", "Paris"])
     (1.0, 0.0, 1.0)
@@ -114,7 +114,7 @@ def exact_match(completion: str, answer: JsonValue) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matches:
-    r"""A reward: 1.0 if a regular expression is found in the completion, else 0.0.
+    r"""A reward: 1.0 if a regular expression matches anywhere in the completion, otherwise 0.0.
 
     Args:
         pattern: a pattern of `re.search`, with `.` matching line ends as well; anchor it with `\A` and `\Z`.
@@ -141,14 +141,14 @@ class Matches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftOverlong:
-    """A reward: DAPO's soft penalty for completions near the limit of tokens.
+    """A reward: DAPO's soft penalty for completions near the token limit.
 
     With `l` tokens it is 0 up to `max_tokens - cache`, then falls as `(max_tokens - cache - l) / cache`, and is -1
     above `max_tokens`. Source: arXiv:2503.14476, equation 13.
 
     Args:
         max_tokens: the length `L_max`; usually `collect.max_new_tokens`, or less.
-        cache: the tokens `L_cache` before it over which the penalty grows.
+        cache: the number of tokens `L_cache` before the limit over which the penalty grows.
 
     Raises:
         DefinitionError: `cache` is not between 1 and `max_tokens`.
@@ -188,8 +188,8 @@ class LeftOut(Exception):
 def mask_truncated(finish_reason: str) -> None:
     """Exclude a completion that was cut off at `collect.max_new_tokens`; otherwise it has no reward.
 
-    Such a trajectory is stored with `failure_reason="truncated"` and without a reward, and counts neither in its
-    group's baseline nor in the loss, as DAPO's overlong filtering does (arXiv:2503.14476, section 3.4).
+    The trajectory is stored with `failure_reason="truncated"` and without a reward, and is excluded from its group's
+    baseline and from the loss, as in DAPO's overlong filtering (arXiv:2503.14476, section 3.4).
 
     >>> mask_truncated("stop")
     """
@@ -200,8 +200,8 @@ def mask_truncated(finish_reason: str) -> None:
 def math_verify_match(completion: str, answer: JsonValue) -> float | None:
     """Return 1.0 if math-verify finds the completion equal to the answer, or one of several, else 0.0.
 
-    The reward is None if no answer is mathematical. Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. Its
-    own time limits, which need signals, are off: `collect.reward_timeout_s` replaces them.
+    The reward is None if no answer is mathematical. Needs the extra `math`: `pip install "rlhf-pipeline[math]"`. The
+    time limits of math-verify, which need signals, are off: `collect.reward_timeout_s` replaces them.
 
     Raises:
         DefinitionError: math-verify is not installed.
@@ -253,15 +253,16 @@ class EnvironmentReward:
 class Reward:
     """One of several reward functions of a definition.
 
-    The reward of a trajectory is the sum of `weight` times the result over the functions that apply to it, those that
-    do not return None. Each result is stored in the column `reward_NAME` and has a curve in `metrics.jsonl`.
+    The reward of a trajectory is the sum of `weight` times the result over the functions that apply to it: the
+    functions that do not return None. Each result is stored in the column `reward_NAME` and has a curve in
+    `metrics.jsonl`.
 
     Args:
         function: the function; or, with an environment, the name of one of its rewards.
         weight: its weight; 0 only records it.
-        name: of its column; None takes the function's name.
-        version: of what the function reads from outside its code and its values, such as a file, a prompt for
-            a judge or a server. A run that continues with another version reports a changed reward function.
+        name: the name of its column; None uses the function's name.
+        version: the version of external inputs of the function, such as a file, a prompt for a judge or a server. A run
+            that continues with another version reports a changed reward function.
 
     Raises:
         DefinitionError: the function is not callable, the weight is not finite, the name is not a valid column name, or

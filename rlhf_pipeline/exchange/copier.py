@@ -23,25 +23,25 @@ def copy_store(
     on_rows: Callable[[int, int], None] | None = None,
     skip_damaged: bool = False,
 ) -> ExportReport:
-    """Make a store that holds the trajectories of another one, in the order of arrival, later values folded in.
+    """Create a store with the trajectories of another store, in the order of arrival, with their latest values.
 
-    The ids of the store are new, `trajectory_id` and every other column are unchanged. The target is either complete or
-    absent. With `backend="zarr"` it is sealed: sharded, zstd-compressed groups that plain Zarr reads.
+    The ids of the store are new; `trajectory_id` and all other columns are unchanged. The target is either complete or
+    absent. With `backend="zarr"` it is sealed: it consists of sharded, zstd-compressed groups that plain Zarr can read.
 
     Args:
         store: an open store, or its folder.
-        to: the new folder; must not exist.
+        to: the new folder, which must not exist.
         backend: of the new store.
-        filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`; the last row of an
-            episode decides for all of its rows.
-        on_rows: called with the number of trajectories copied and to copy.
+        filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`; for an episode, the
+            last row determines the result for all of its rows.
+        on_rows: called with the number of trajectories copied and the total number.
         skip_damaged: exclude trajectories that do not match their checksums; otherwise they are an error.
 
     Raises:
         DataError: some trajectories are damaged.
         RunExistsError: the target exists.
         DefinitionError: a filter is not valid or has an unknown column, or no row meets the filters.
-        StoreError: the store cannot be read, its trajectories were evicted meanwhile, or the disk is full.
+        StoreError: the store cannot be read, its trajectories were evicted during the copy, or the disk is full.
     """
     if "://" in str(to):
         raise DefinitionError(

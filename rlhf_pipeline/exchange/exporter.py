@@ -36,7 +36,7 @@ _ATIF = (".atif.jsonl", ".atif")
 
 @dataclass(kw_only=True)
 class ExportReport:
-    """What an export or a copy wrote."""
+    """The result of an export or a copy."""
 
     path: Path
     kind: Container | Backend | Literal["atif"]
@@ -65,19 +65,19 @@ def export_store(
 ) -> ExportReport:
     """Write the trajectories of a store to one file, or to a folder that `datasets.load_from_disk` reads.
 
-    All columns are written, ragged ones as lists of numbers, later values (`update`) folded in. Values that the store
-    only fills in are null. The columns' definitions go into the Parquet file's metadata, or into a file beside the
-    others, so that `import_files` gives an equal store again. The target is either complete or absent.
+    All columns are written with their latest values (`update`), ragged columns as lists of numbers. Values that are
+    only fills are null. The columns' definitions are stored in the Parquet file's metadata, or in a file next to the
+    others, so that `import_files` restores an equal store. The target is either complete or absent.
 
     Args:
         store: an open store, or its folder.
         to: `FILE.parquet`, `FILE.jsonl`, or a folder for a Hugging Face dataset; `FILE.atif.jsonl` or a folder
-            `NAME.atif` for agent trajectories in ATIF 1.8, which hold what was sampled, its log-probs, and every
-            other column in `extra`. It must not exist.
+            `NAME.atif` for agent trajectories in ATIF 1.8, which contain the sampled tokens, their log-probs, and every
+            other column in `extra`. The target must not exist.
         filters: conditions that a trajectory must meet, see `rlhf_pipeline.buffer.filters.select`.
-        columns: only these columns; an import then has no others.
+        columns: only these columns; an import of the file then has no others.
         batch_rows: the number of trajectories in memory at a time.
-        on_batch: called with the number written and the number to write.
+        on_batch: called with the number of trajectories written and the total number.
         skip_damaged: exclude trajectories that do not match their checksums; otherwise they are an error.
         learnable: export only the rows that may be learned from: see
             `trajectory_store.recorder.learnable_rows`.

@@ -32,7 +32,7 @@ def follow_folder(
     """Import the rollouts that a tool writes into a folder, until `stop` returns True; return their number.
 
     A file is read when it has changed. Rows are identified by their content, so a file that was renamed, rotated or
-    compressed adds nothing, and an episode that the tool writes into two files is imported once. An incomplete last
+    compressed adds no rows, and an episode that the tool writes into two files is imported once. An incomplete last
     line is read once it is complete. A file that the tool writes again replaces its rows when it is complete. A
     trajectory of Harbor is read again when its trial's `result.json` changes.
 
@@ -42,12 +42,12 @@ def follow_folder(
         stop: called between rounds.
         until_quiet_s: end when no file has changed for this many seconds; None continues.
         on_round: called with the report of each round that imported rows.
-        on_vanished: called with each file that disappeared and has no compressed form in its place: rows that were
-            written to it after it was last read are unknown.
+        on_vanished: called with each file that disappeared without a compressed replacement: rows that were written to
+            it after it was last read are unknown.
         on_unreadable: called at the end with the reason for each existing file that could not be read, such as a
             table that was never completed.
-        wait: called between rounds with seconds.
-        options: those of `import_files`.
+        wait: called between rounds with the number of seconds to wait.
+        options: the options of `import_files`.
 
     Raises:
         MissingPathError: the folder does not exist.

@@ -86,18 +86,18 @@ class ImportReport:
         other_files: files of the folders and archives that contain no rollouts.
         unreadable: the reason for each file of the folders and archives that could not be read.
         vanished: files of a growing folder that were deleted before they were read completely.
-        num_tokens: tokens of the imported trajectories, prompts included.
+        num_tokens: tokens of the imported trajectories, including prompts.
         num_encoded: trajectories whose text was encoded.
         num_failed: trajectories whose rows record a failure; they have no reward.
-        num_masked: trajectories whose file does not record what was sampled, or which their tool kept out of its
-            loss; they count for their group, but are not learned from.
-        num_unended: trajectories without a known reason of their end.
+        num_masked: trajectories whose file does not record which tokens were sampled, or which their tool excluded from
+            its loss; they contribute to their group's baseline, but are not learned from.
+        num_unended: trajectories without a known finish reason.
         num_without_log_probs: trajectories without behaviour log-probs.
         num_at_unknown_temperature: trajectories with log-probs whose file does not record the temperature.
         num_without_reward: trajectories whose reward is not finite.
         num_evaluations: trajectories of an evaluation, which are marked and never learned from.
-        reward_sum: of the others.
-        groups: the first reward of each group that is learned from; None where it has two different ones.
+        reward_sum: the sum of the finite rewards.
+        groups: the first reward of each group that is learned from; None if the group has two different rewards.
     """
 
     store: Path
@@ -119,22 +119,22 @@ class ImportReport:
 
     @property
     def num_imported(self) -> int:
-        """Trajectories that were written."""
+        """The number of trajectories that were written."""
         return sum(file.num_imported for file in self.files)
 
     @property
     def num_skipped(self) -> int:
-        """Trajectories that were in the store before."""
+        """The number of trajectories that were in the store before."""
         return sum(file.num_skipped for file in self.files)
 
     @property
     def num_groups(self) -> int:
-        """Groups among the imported trajectories, without those of evaluations."""
+        """The number of groups of the imported trajectories, without groups of evaluations."""
         return len(self.groups)
 
     @property
     def num_groups_with_spread(self) -> int:
-        """Groups that have two different rewards; GRPO learns nothing from the others."""
+        """The number of groups with two different rewards; GRPO learns nothing from other groups."""
         return sum(first is None for first in self.groups.values())
 
     @property
@@ -189,34 +189,36 @@ def import_files(
 ) -> ImportReport:
     """Import rollouts into a store, which is created if it does not exist.
 
-    Token ids and log-probs that a file gives are kept. Text is encoded once, here; `meta` records it. Values that a
-    file lacks stay unknown: behaviour log-probs are NaN (`RetrieveLogProb` fills them in when the store is trained on),
-    no end token is added, and no finish reason is invented. Rows are identified by their content (`imported_rows`), so
-    an import that was killed and is called again continues where it stopped, a file that has grown adds only its new
-    rows, and a file that was moved, renamed, compressed or copied adds nothing. TRL writes a generation into one table
-    per step that it takes on it: of consecutive tables that differ only in `step`, the first is imported.
+    Token ids and log-probs in a file are kept. Text is encoded once, at import, which `meta` records. Values that a
+    file lacks remain unknown: behaviour log-probs are NaN (`RetrieveLogProb` computes them when the store is trained
+    on), no end token is added, and no finish reason is invented. Rows are identified by their content
+    (`imported_rows`): an import that was killed continues where it stopped when it is called again, a file that has
+    grown adds only its new rows, and a file that was moved, renamed, compressed or copied adds no rows. TRL writes a
+    generation into one table for each step that trains on it; of consecutive tables that differ only in `step`, only
+    the first is imported.
 
     Args:
-        files: files, saved Hugging Face data sets, folders; see `rlhf_pipeline.data.files`, and `.pt` dumps.
+        files: files, folders, and saved Hugging Face datasets, see `rlhf_pipeline.data.files`; also `.pt` dumps.
         into: folder of the store.
-        format: one of `rlhf_pipeline.exchange.tools.NAMES`; `auto` decides by the fields of the first row.
-        tokenizer: of transformers, or the folder or hub name of one; only needed for text without token ids.
+        format: one of `rlhf_pipeline.exchange.tools.NAMES`; `auto` detects the format from the fields of the first row.
+        tokenizer: a transformers tokenizer, or its folder or hub name; only needed for text without token ids.
         fields: target to field name or dotted path, for example `{"prompt": "question"}`; `none` excludes a target.
             `reward` may be a sum of fields with weights: `{"reward": "accuracy+0.5*format"}`.
-        group: the field that distinguishes groups; or how many rows in turn are a group; or `none`: groups of one
+        group: the field that identifies groups; or the number of consecutive rows per group; or `none` if groups of one
             trajectory each, which an import otherwise rejects, are intended.
-        by_prompt: all rows of one prompt (and one version) are one group, wherever they are in the file.
-        source: a name for the training that wrote the files. Rows of two trainings may be equal, and are then
-            distinguished by this name.
-        chat_template: put text prompts through the tokenizer's chat template, where the format allows and it has one.
-        one_turn: completions without token ids contain no text of an environment, where the file does not record it.
+        by_prompt: all rows of one prompt (and one version) form a group, regardless of their position in the file.
+        source: a name for the training that wrote the files; it distinguishes equal rows of two trainings.
+        chat_template: apply the tokenizer's chat template, if it has one, to text prompts, if the format allows it.
+        one_turn: if the file does not record it, assume that completions without token ids contain no text from an
+            environment.
         skip_bad: skip up to this many rows that cannot be read, and list them in the report.
-        for_display: the rows are only displayed: values that an import would ask for stay unset, and out of the loss.
-        growing: a tool is still writing the files: a last line that it has not ended is left for the next import, and
-            so is a file that cannot be read yet.
-        settled: files that are written again are complete, so stored rows that they lack are superseded; by default if
-            the files are not growing.
-        durability: of the store; see `TrajectoryStore.create`.
+        for_display: the rows are only displayed: values that an import would ask for remain unset, and are excluded
+            from the loss.
+        growing: a tool is still writing the files: an incomplete last line, and a file that cannot be read yet, are
+            left for the next import.
+        settled: files that are written again are complete, so stored rows that they lack are superseded; by default
+            true if the files are not growing.
+        durability: the durability of a new store; see `TrajectoryStore.create`.
         batch_rows: maximum number of trajectories per commit.
         on_file: called when a file's format is known.
         on_commit: called after every commit.
