@@ -303,6 +303,7 @@ def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, sho
         alone = other.lock(advice="Wait.")
         with pytest.raises(RunExistsError, match=r"its own processes \(learner\)\. Wait\."), alone:
             pass
+        assert [name for name in ("learner", "collector-0") if other.place.is_alive(name)] == ["learner"]
     with RunFolder("s3://memory/run").lock():
         pass
 

@@ -11,6 +11,8 @@ import pytest
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.rows import NewRows, StepRows
 
+pytestmark = pytest.mark.timeout(40)  # a search that does not advance fails here, not after minutes
+
 
 @pytest.fixture
 def written(tmp_path):
