@@ -490,7 +490,7 @@ class Learner:
         if not usable.any() and not self.may_be_empty:
             raise DataError(
                 f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version {version}; "
-                f"the store has {len(every)}. Collect first, or raise buffer.max_staleness."
+                f"the store has {len(every)} trajectories. Collect new rollouts, or raise buffer.max_staleness."
             )
         row_ids = new_rows[usable]
         # The versions by which these rows were chosen are read again, checked: a damaged one is an error that names it.
@@ -696,10 +696,10 @@ class Learner:
         if bias is not None and gap is not None and gap > allowed:
             self._allowed_gap = None
             self._notices.append(
-                f"step {step} learns from trajectories of the current weights, but the sampled log-probs differ "
-                f"from the scored ones: by {gap:.1e} in size and {bias:.1e} on average (rounding: {allowed:.0e}). "
-                "Does the sampler use a different temperature, a different precision, top-k or top-p? --set "
-                "loss.tis_cap=2 corrects for a difference that cannot be avoided."
+                f"step {step} learns from trajectories of the current weights, but the sampled log-probs differ from "
+                f"the scored ones: the mean difference is {bias:.1e}, and the mean absolute difference is {gap:.1e} "
+                f"(rounding explains at most {allowed:.0e}). Does the sampler use a different temperature, a different "
+                "precision, top-k or top-p? --set loss.tis_cap=2 corrects for a difference that cannot be avoided."
             )
 
     def _record(

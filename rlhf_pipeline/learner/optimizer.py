@@ -204,6 +204,6 @@ def _eight_bit() -> Callable[..., torch.optim.Optimizer]:
             continue
     raise DefinitionError(
         "learn.optimizer=adamw_8bit needs torchao or bitsandbytes, and neither can be imported. Install one: pip "
-        "install torchao. Or leave learn.optimizer=adamw; --set learn.offload_optimizer=true saves more GPU memory "
+        "install torchao. Or keep learn.optimizer=adamw; --set learn.offload_optimizer=true saves more GPU memory "
         "and needs no package."
     )

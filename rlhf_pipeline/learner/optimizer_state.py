@@ -98,6 +98,6 @@ def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
                 missing.discard(key)
     if missing:
         raise DataError(
-            f"the checkpoint's optimizer has {sorted(missing)[0]}, which this one does not: it was saved with "
+            f"the checkpoint's optimizer has {sorted(missing)[0]}, which this optimizer lacks: it was saved with "
             "another learn.optimizer. Continue with the recorded optimizer."
         )

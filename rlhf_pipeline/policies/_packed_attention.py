@@ -88,7 +88,7 @@ def _refuse_extras(
         (extras.get("softcap") is None, "it caps its attention scores"),
     ]
     rules += [
-        (not isinstance(extra, Tensor) or name in ("position_ids", "cache_position"), f"its attention takes {name!r}")
+        (not isinstance(extra, Tensor) or name in ("position_ids", "cache_position"), f"its attention uses {name!r}")
         for name, extra in extras.items()
     ]
     for holds, reason in rules:

@@ -94,7 +94,7 @@ def encode_reply(
     """
     codec = _need_tokenizer(tokenizer)
     if getattr(codec, "chat_template", None) is None:
-        raise DefinitionError("The tokenizer has no chat template, so replies cannot be encoded. Set one.")
+        raise DefinitionError("The tokenizer has no chat template, so replies cannot be encoded. Set a chat template.")
     ends = set(codec.all_special_ids) if end_token_ids is None else set(end_token_ids)
     ended = [int(completion_ids[-1])] if len(completion_ids) and int(completion_ids[-1]) in ends else []
     texts = end_texts(codec, [*ended, *sorted(ends.difference(ended))])
@@ -251,8 +251,8 @@ def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
             [f"{i + (i >= first)} ({marked[i]['role']})" for i in part] for part in (shown_order, expected_order)
         )
         raise DefinitionError(
-            f"After an assistant's turn the chat template writes the messages {', '.join(written) or 'none'} where "
-            f"{', '.join(expected)} follow, so the policy would read a different conversation. Use a template that "
+            f"After an assistant's turn, the chat template writes the messages {', '.join(written) or 'none'} instead "
+            f"of {', '.join(expected)}, so the policy would read a different conversation. Use a template that "
             "writes every message once, in order."
         )
 

@@ -62,7 +62,7 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
             ) from error
         raise DataError(
             f"{source} cannot be loaded as a causal language model: {_first_line(error)} "
-            "Check that config.json and the weights belong together."
+            "Check that config.json and the weights match."
         ) from error
     except Exception as error:
         # safetensors raises its own class, derived from Exception, for a damaged file.
@@ -127,7 +127,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
-        raise DefinitionError(f"dtype {dtype!r} is not a dtype of torch. Use 'float32' or 'bfloat16'.")
+        raise DefinitionError(f"dtype {dtype!r} is not a torch dtype. Use 'float32' or 'bfloat16'.")
     return torch_dtype
 
 

@@ -72,7 +72,7 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
         near = f" Its parent folder contains: {_listing(path.parent)}." if path.parent.is_dir() else ""
         raise MissingPathError(
             f"there is no model folder at {name}. Create one: rlhf-pipeline new-model {typed(name)} --text FILE. Or "
-            "give a folder that save_pretrained wrote (--set policy.path=FOLDER); a model on the hub has the form "
+            "give a folder that save_pretrained wrote (--set policy.path=FOLDER); specify a model on the hub as "
             f"owner/name.{near}"
         )
     return name, False
@@ -106,7 +106,8 @@ def _check_folder(path: Path) -> None:
         )
     if not (path / "config.json").is_file():
         raise DataError(
-            f"{path} has no config.json, so it is not a model folder of save_pretrained (its files: {_listing(path)})."
+            f"{path} has no config.json, so it is not a folder that save_pretrained wrote (its files: "
+            f"{_listing(path)})."
         )
     if not weights:
         raise DataError(
@@ -123,5 +124,5 @@ def _check_gguf(path: Path) -> None:
         raise DataError(f"{path} begins with {magic!r} and not with b'GGUF', so it is not a GGUF file. Copy it again.")
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise DefinitionError(
-            f"{path} is a GGUF file; reading it needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+            f"{path} is a GGUF file; reading it requires {' and '.join(missing)}: pip install {' '.join(missing)}"
         )

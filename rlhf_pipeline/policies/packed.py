@@ -177,7 +177,9 @@ def plan_micro_batches(
         items = [([row], int(size)) for row, size in enumerate(sizes.tolist())]
     else:
         if prompt_lengths is None or group_ids is None:
-            raise DefinitionError("layout 'prefix_shared' needs prompt_lengths and group_ids; or use 'packed'.")
+            raise DefinitionError(
+                "layout 'prefix_shared' needs prompt_lengths and group_ids. Pass them, or use layout 'packed'."
+            )
         items = _group_items(sizes, np.asarray(prompt_lengths), np.asarray(group_ids), token_budget)
     bins = _first_fit(items, token_budget)
     return MicroBatches([torch.tensor(rows) for rows, _ in bins], [size for _, size in bins])
@@ -363,7 +365,7 @@ class LayoutScorer:
         if window is not None and segments.longest > window:
             self._note(
                 f"layout {self.layout!r} does not fit this model: its attention has a window of {window} and a row has "
-                f"{segments.longest} tokens. Such rows are padded instead."
+                f"{segments.longest} tokens. These rows are padded instead."
             )
         elif not auto or pays(packed=packed, segments=len(segments.starts)):
             return Arrangement(packing, [], packed)

@@ -302,7 +302,7 @@ class TokenPolicy(nn.Module):
             self._compiler = backend
             return None
         if compiled == "on":
-            raise DefinitionError(f"learn.compile is on, and {problem}. Set learn.compile=off.")
+            raise DefinitionError(f"learn.compile is on, but {problem}. Set learn.compile=off.")
         return f"learn.compile: norms and MLPs run eagerly, because {problem}."
 
     def _recompute(self, on: bool) -> None:

@@ -65,7 +65,7 @@ class TurnParser:
             raise DefinitionError(
                 f"the format of tool calls of a model of type {model_type} is unknown: its tokenizer has no "
                 "response_template, and transformers has none for this type. Set tokenizer.response_template and "
-                "save the tokenizer (trl.chat_template_utils.add_response_schema knows more types)."
+                "save the tokenizer (trl.chat_template_utils.add_response_schema supports more types)."
             )
 
     def parse(self, turn_ids: Sequence[int], before: str, text: str, id_of: Callable[[int], str]) -> ParsedTurn:

@@ -58,7 +58,9 @@ def _check_shapes(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Reject the weights of a model of another size by the first that does not fit."""
     for name, parameter in model.state_dict().items():
         if name in saved and saved[name].shape != parameter.shape:
-            raise RuntimeError(f"{name} has shape {list(saved[name].shape)} there and {list(parameter.shape)} here")
+            raise RuntimeError(
+                f"{name} has shape {list(saved[name].shape)} in the file and {list(parameter.shape)} in the model"
+            )
 
 
 @torch.no_grad()
@@ -67,7 +69,7 @@ def _load_into_shards(path: Path, model: nn.Module) -> None:
     saved = load_file(path / "model.safetensors")
     for name, parameter in model.named_parameters():
         if name not in saved or saved[name].shape != parameter.shape:
-            raise RuntimeError(f"{name} of shape {list(parameter.shape)} is not in it")
+            raise RuntimeError(f"{name} of shape {list(parameter.shape)} is not in the file")
         copy_into(parameter, saved[name])
 
 

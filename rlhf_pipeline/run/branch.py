@@ -40,7 +40,7 @@ def checkpoint_of(run: RunFolder, requested: int | None, *, form: str) -> Path:
     if step not in saved:
         steps = ", ".join(map(str, sorted(saved)))
         raise MissingPathError(
-            f"the run {run.address} has no checkpoint of step {step}; it keeps those of steps {steps} "
+            f"the run {run.address} has no checkpoint of step {step}; it has checkpoints of steps {steps} "
             f"(learn.keep_checkpoints). Choose one: {form.format(run=typed(run.address), step=max(saved))}"
         )
     path = run.bring(saved[step])
@@ -65,8 +65,8 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
     for change in changes(run.config.pipeline, setup.pipeline):
         if not carries_over(change.field):
             raise RunMismatchError(
-                f"{change}: the checkpoint {checkpoint} has a model and an optimizer that belong to the first "
-                f"value. Do not change {change.field}, or start a new run without --from."
+                f"{change}: the model and the optimizer in the checkpoint {checkpoint} match the first value. Do not "
+                f"change {change.field}, or start a new run without --from."
             )
     if not isinstance(out.address, Path):
         raise DefinitionError(f"--from starts a run only in a folder, not at {out.address}: choose --out FOLDER.")

@@ -146,7 +146,7 @@ def take_part(pipeline: Pipeline, *, run_dir: Address, seed: int, device: str) -
         return
     trained, shards = _sharded(pipeline, seed=seed, device=device, mirror=None)
     if trained is None or shards is None:
-        raise DefinitionError("there is no first process: start all of them with torchrun.")
+        raise DefinitionError("the first process is missing: start all processes with torchrun.")
     if receive()["what"] == "stop":
         return
     run = RunFolder(run_dir)
@@ -201,7 +201,8 @@ def _set_template(tokenizer: Any, template: str | None) -> None:
         return
     if tokenizer is None:
         raise DefinitionError(
-            "policy.chat_template needs a tokenizer, but the model's folder has none. Copy its tokenizer to the folder."
+            "policy.chat_template needs a tokenizer, but the model folder has none. Copy the model's tokenizer to the "
+            "folder."
         )
     tokenizer.chat_template = template_text(template)
 

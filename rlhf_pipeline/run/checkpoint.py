@@ -276,4 +276,4 @@ def _instead(path: Path) -> str:
     older = [sibling.name for sibling in list_checkpoints(path.parent) if sibling.name < path.name]
     if older:
         return f"The previous one is {older[-1]}; --resume continues from the newest intact checkpoint."
-    return "There is no older one: restore it from a copy, or start the run again with --out OTHER_FOLDER."
+    return "There is no older checkpoint: restore this one from a copy, or start the run again with --out OTHER_FOLDER."

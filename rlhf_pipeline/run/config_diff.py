@@ -145,7 +145,7 @@ def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, s
     if change.field in _WITH_CONSEQUENCE:
         return f"{change}: {_WITH_CONSEQUENCE[change.field]}."
     if _makes_others(change.field):
-        return f"{change}: evaluations from step {step} on are different; {APART}."
+        return f"{change}: evaluations from step {step} on differ from earlier ones; {APART}."
     if change.field not in _SCHEDULE:
         return f"{change}, from step {step} on."
     before = _learn(recorded.get("learn", {}))
@@ -159,10 +159,10 @@ def notice_of(change: Change, recorded: Mapping[str, Any], pipeline: Pipeline, s
             " To keep the previous schedule, add --set "
             f"learn.lr_decay_steps={before.lr_decay_steps or before.steps + 1}"
         )
-    last = f"that of step {step - 1} was {before.learning_rate(step - 1):.3g}; " if step > 1 else ""
+    last = f"the rate of step {step - 1} was {before.learning_rate(step - 1):.3g}; " if step > 1 else ""
     return (
         f"{change}: the learning rate of step {step} is {pipeline.learn.learning_rate(step):.3g} "
-        f"({last}without the change it would be {before.learning_rate(step):.3g}).{advice}"
+        f"({last}without the change, it would be {before.learning_rate(step):.3g}).{advice}"
     )
 
 

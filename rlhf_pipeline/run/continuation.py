@@ -54,8 +54,8 @@ def check_free_or_recorded(run: RunFolder, *, resume: bool, again: str = "add --
             f"{run.address} already contains a run{state}. To continue it: {again}. To keep it, choose another "
             f"folder: {free}"
         )
-    what = "is not a run; it was not changed" if run.path.is_dir() else "is a file"
-    raise RunExistsError(f"{run.address} exists and {what}. Choose another folder: {free}")
+    what = "is not a run, so it was not changed" if run.path.is_dir() else "is a file"
+    raise RunExistsError(f"{run.address} exists, but {what}. Choose another folder: {free}")
 
 
 def check_processes(run: RunFolder, *, several: bool) -> None:
@@ -72,7 +72,7 @@ def check_processes(run: RunFolder, *, several: bool) -> None:
     if several and run.place.has(filenames.STORE) and not run.is_of_several:
         raise RunMismatchError(
             f"{run.address} is a run in one process. To continue it: rlhf-pipeline run --resume --out "
-            f"{typed(run.address)}. Or start another run with several processes in another folder."
+            f"{typed(run.address)}. Or start a new run with several processes in another folder."
         )
 
 

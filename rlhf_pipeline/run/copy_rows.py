@@ -99,7 +99,7 @@ def gather_schema(choice: Choice) -> Schema:
                 if name in first_stores and (expected.dtype, expected.axis) != (column.dtype, column.axis):
                     raise DataError(
                         f"the column '{name}' is {_kind(expected)} in {first_stores[name]} and {_kind(column)} in "
-                        f"{path}. Learn from only one of them, or export one and import it again."
+                        f"{path}. Learn from only one of the stores, or export one and import it again."
                     )
                 if expected.axis != column.axis:
                     raise DataError(
@@ -249,8 +249,8 @@ class Gatherer:
             ) from error
         except CorruptionError as error:
             raise DataError(
-                f"{source.path} was damaged after this run had selected from it: {error} Restore the store from a "
-                "copy, or start a new run with --skip-damaged and --out OTHER_FOLDER."
+                f"{source.path} was damaged after this run had selected trajectories from it: {error} Restore the "
+                "store from a copy, or start a new run with --skip-damaged and --out OTHER_FOLDER."
             ) from error
         values = batch.values
         check_vocabulary(values["input_ids"], self.limits, str(source.path))

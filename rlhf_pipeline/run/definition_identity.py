@@ -16,20 +16,20 @@ from rlhf_pipeline.run.inputs import prompt_contents, template_content
 from rlhf_pipeline.run.recorded_code import evaluated_code
 
 _TEXT: Final = "text for people"
-_LEARNING: Final = "decides what is learned from rows; the weights are named by their step, or by their content"
-_FIGURES: Final = "decides which figures are computed from the rows, and when"
-_CALLS: Final = "decides when a call is made and when it is cancelled; its result is that of the code"
-_LAST_BITS: Final = "decides which rows share a batch, so the last bits of log-probs"
+_LEARNING: Final = "determines what the learner does with rows; weights are identified by their step or content"
+_FIGURES: Final = "determines which figures are computed from the rows, and when"
+_CALLS: Final = "determines when a call is made and when it is cancelled, but not its return value"
+_LAST_BITS: Final = "determines which rows share a batch, and thus the last bits of log-probs"
 
 NOT_OF_AN_EVALUATION: Final[Mapping[str, str]] = {
     **dict.fromkeys(("name", "description", "needs"), _TEXT),
     **dict.fromkeys(("write", "buffer", "sample", "loss", "learn", "replay"), _LEARNING),
-    "prompts": "the prompts that are learned from; those of the evaluation count",
-    "policy.path": "the weights are named by their step, or by their content",
-    **dict.fromkeys(("collect.prompts_per_rollout", "collect.temperature"), "an evaluation has its own"),
-    "collect.engine": "draws other completions of the same distribution",
-    "collect.engine_memory": "decides how much memory is used",
-    "collect.refresh_weights_every": "an evaluation is of the weights of one step",
+    "prompts": "training prompts; only evaluation prompts matter",
+    "policy.path": "weights are identified by their step or content",
+    **dict.fromkeys(("collect.prompts_per_rollout", "collect.temperature"), "evaluations have a separate setting"),
+    "collect.engine": "draws different completions from the same distribution",
+    "collect.engine_memory": "determines how much memory is used",
+    "collect.refresh_weights_every": "an evaluation uses the weights of one step",
     **dict.fromkeys(("collect.num_slots", "collect.reply_after", "collect.live_conversations"), _LAST_BITS),
     **dict.fromkeys(("collect.reward_concurrency", "collect.reward_timeout_s", "collect.step_timeout_s"), _CALLS),
     **dict.fromkeys(("collect.retries", "collect.alarm_failed", "collect.call_threads"), _CALLS),

@@ -79,9 +79,9 @@ class Room:
         """Return a sentence if there is hardly room left, or not for a day at this rate; else None.
 
         >>> Room(free=6 * 10**9, used=0, allowed=None).warning(5e8)
-        '6.0 GB are free, at the current rate (0.50 GB an hour) for 12 h'
+        '6.0 GB are free, enough for 12 h at the current rate (0.50 GB an hour)'
         >>> Room(free=10**12, used=9 * 10**9, allowed=10**10).warning(5e8)
-        '1.0 GB of buffer.max_bytes are left, at the current rate (0.50 GB an hour) for 2 h'
+        '1.0 GB of buffer.max_bytes are left, enough for 2 h at the current rate (0.50 GB an hour)'
         >>> Room(free=10**12, used=0, allowed=None).warning(5e8) is None
         True
         """
@@ -92,7 +92,7 @@ class Room:
         space = f"{self.left / 1e9:.1f} GB {'of buffer.max_bytes are left' if by_budget else 'are free'}"
         if hours >= _DAY_H:
             return space
-        return f"{space}, at the current rate ({(bytes_per_hour or 0.0) / 1e9:.2f} GB an hour) for {hours:.0f} h"
+        return f"{space}, enough for {hours:.0f} h at the current rate ({(bytes_per_hour or 0.0) / 1e9:.2f} GB an hour)"
 
     def is_urgent(self, bytes_per_hour: float | None) -> bool:
         """Return whether there is no room left, or not for an hour at this rate.

@@ -136,7 +136,7 @@ class RunFolder:
         if not changed_files:
             return None
         where = " and ".join(changed_files)
-        return f"its line of step {step} in {where} belongs to another run"
+        return f"its line for step {step} in {where} belongs to another run"
 
     def saved(self) -> list[Path]:
         """Return the checkpoints, whole or not, oldest first; at a URL only their names are here until `bring`."""
@@ -242,7 +242,7 @@ class RunFolder:
             if at_work:
                 raise RunExistsError(
                     f"the run {self.address} is in use by its own processes ({', '.join(sorted(at_work))}). {advice} "
-                    "(At a URL a killed process counts as running until its lease ends.)"
+                    "(At a URL, a killed process is treated as running until its lease expires.)"
                 )
             yield
 

@@ -45,7 +45,7 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
         ) from error
     if not can_lock:
         raise RunStorageError(
-            f"file locks in {existing} are not visible to other processes, but a run needs them. Choose a local "
+            f"file locks in {existing} are not visible to other processes, but a run relies on them. Choose a local "
             f"disk: {option} OTHER_FOLDER"
         )
 
@@ -96,8 +96,8 @@ def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> No
     shared = [prompt.text for prompt in readers[1]() if prompt.text in learned]
     if shared:
         raise DefinitionError(
-            f"{field} has {len(shared)} prompts that the run learns from; the first is {shared[0][:60]!r}. Remove "
-            "them from one of the two files: evaluation prompts must never be learned from."
+            f"{field} has {len(shared)} prompts that are also training prompts; the first is {shared[0][:60]!r}. "
+            "Remove them from one of the two files: a run must never train on evaluation prompts."
         )
 
 

@@ -128,9 +128,9 @@ def graders(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
 
     >>> change = {"field": "reward", "name": "mine:Score", "parts": ["attribute w was 1, is 2"]}
     >>> graders([{"from_step": 5, "fields": [change]}])
-    [(1, 'as the run began'), (5, 'reward mine:Score: attribute w was 1, is 2')]
+    [(1, 'original version'), (5, 'reward mine:Score: attribute w was 1, is 2')]
     """
-    applied = [(1, "as the run began")]
+    applied = [(1, "original version")]
     for change in history:
         code = [field for field in change["fields"] if _without_number(field["field"]) in GRADERS and "name" in field]
         edits = [f"{field['field']} {field['name']}: {'; '.join(field.get('parts', ())) or 'edited'}" for field in code]

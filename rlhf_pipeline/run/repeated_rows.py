@@ -91,7 +91,7 @@ def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) ->
         readable = int(np.count_nonzero((every >= first) & (every <= last)))
         if readable < count:
             problems = store.verify(np.asarray([first, last])).problems
-            why = problems[0] if problems else f"segment {int(segment)} has {readable:,} of them"
+            why = problems[0] if problems else f"segment {int(segment)} contains only {readable:,} of them"
             raise CorruptionError(
                 f"{store.path}: {count - readable:,} trajectories of {first} to {last} cannot be read: {why}."
             )

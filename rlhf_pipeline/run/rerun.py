@@ -204,14 +204,14 @@ def _batch_problem(learner: Learner, store: TrajectoryStore, row: Mapping[str, A
     if len(rows):
         trajectories = store.read_scalars("trajectory_id", rows).tolist()
         if row.get("trajectory_ids", trajectories) != trajectories:
-            return "its rows contain other trajectories than the ledger lists"
+            return "its rows contain different trajectories than the ledger lists"
         if (version - store.read_scalars("policy_version", rows)).tolist() != row["ages"]:
-            return "its trajectories have other policy versions than the ledger lists"
+            return "its trajectories have different policy versions than the ledger lists"
     # The use counts of that time are not known here, so a choice with a use limit is not repeated.
     if row.keys() <= _OWN_FIELDS and len(store) == store.watermark and learner.sample.max_uses is None:
         chosen = learner.chosen_rows(row["step"], watermark=row["watermark"]).row_ids
         if chosen.tolist() != rows.tolist():
-            return f"the learner would now select {len(chosen)} trajectories, not these {len(rows)}"
+            return f"the learner would now select {len(chosen)} trajectories instead of these {len(rows)}"
     return None
 
 

@@ -132,7 +132,7 @@ class Run(Setup):
             ALONE
         ):  # reported again under the lock, but that is after torch
             pid = folder.place.heartbeat_of(ALONE).get("pid", "unknown")
-            advice = "Stop that first, or choose another folder with --out."
+            advice = "Stop that process first, or choose another folder with --out."
             raise RunExistsError(f"the run {self.run_dir} is in use by process {pid}. {advice}")
         check_free_or_recorded(folder, resume=self.resume, again=self.again, option=option)
         if self.resume:

@@ -255,7 +255,7 @@ def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None
     if not store.read_ragged("assistant_mask", looked_at).values.any():
         raise DataError(
             f"{store.path}: the column assistant_mask, which marks the tokens of the policy, marks no token, so "
-            "there is nothing to learn from. Were the rows stored without it?"
+            "there is nothing to learn from. Were the rows stored without a mask?"
         )
 
 

@@ -210,9 +210,9 @@ class ArrivedRollouts(_Collected):
         if lost > 0 and self._pipeline.buffer.max_trajectories is None and not self._pipeline.write.drops_groups:
             notify(
                 self._on_event,
-                f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are not in the store: "
-                "with buffer.durability=process, a power loss can remove rows that were not yet synced. The step "
-                "learns from the others.",
+                f"rollout {index} had {lost + len(row_ids)} trajectories, and {lost} of them are missing from the "
+                "store: with buffer.durability=process, a power loss can remove rows that were not yet synced. The "
+                "step learns from the remaining ones.",
             )
         graded = np.isfinite(store.read_scalars("task_reward", row_ids))
         return stored, row_ids[graded], int((~graded).sum())

@@ -47,7 +47,7 @@ STEPS: Final = 6
 _PATIENCE_S: Final = 180
 _LEFT_OUT: Final = ("lock", ".lock", ".txt", ".log", ".html", ".tmp", "heartbeat")
 """Files that hold no state of a run: locks, and what is for people."""
-_SAID: Final = ("no longer identical to the interrupted one", "are not in the store: with buffer.durability")
+_SAID: Final = ("no longer identical to the interrupted one", "are missing from the store: with buffer.durability")
 """What a run says that goes on with other trajectories than before."""
 _TIMED: Final = frozenset(
     {

@@ -200,7 +200,7 @@ class HTTPEngine:
         status, info = self._ask_status("GET", "/server_info?config_format=json")
         if status != 200 or not isinstance(info, dict):
             raise EngineError(
-                f"the server at {self.name} answers /server_info with {status}: it was not started in development "
+                f"the server at {self.name} responds to /server_info with {status}: it was not started in development "
                 f"mode. Start it with: {START}"
             )
         config: Any = info.get("vllm_config")
@@ -290,7 +290,7 @@ class HTTPEngine:
         """Make a call that must succeed, and return its reply."""
         status, reply = self._ask_status(method, path, body)
         if status != 200:
-            raise EngineError(f"the server at {self.name} answers {path} with {status}: {_short(reply)}")
+            raise EngineError(f"the server at {self.name} responds to {path} with {status}: {_short(reply)}")
         return reply if isinstance(reply, dict) else {}
 
     def _ask_status(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
@@ -408,7 +408,7 @@ class _ServerCall:
                     with engine._lock:
                         engine._restore()
         if now - self._heard > engine._patience_s:
-            raise engine._unreachable(TimeoutError("it does not answer /health"))
+            raise engine._unreachable(TimeoutError("it does not respond to /health"))
 
     def must_end(self) -> bool:
         """See `TurnSampler.must_end`."""
@@ -491,7 +491,7 @@ class _ServerCall:
         try:
             choices = sorted(reply["choices"], key=lambda choice: choice["index"])
             if [choice["index"] for choice in choices] != list(range(job.members)):
-                raise ValueError(f"{len(choices)} completions in place of {job.members}")
+                raise ValueError(f"{len(choices)} completions instead of {job.members}")
             return [self._completion(choice, job.sampling["max_tokens"]) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(

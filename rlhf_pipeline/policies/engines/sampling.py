@@ -197,7 +197,7 @@ class Truncation:
 
     >>> Truncation(top_p=1.5)
     Traceback (most recent call last):
-    rlhf_pipeline.errors.DefinitionError: top_p is 1.5, top_k 0, min_p 0; they must be in (0, 1], at least 0, in [0, 1].
+    rlhf_pipeline.errors.DefinitionError: top_p is 1.5; it must be in (0, 1].
     """
 
     top_k: int = 0
@@ -205,11 +205,12 @@ class Truncation:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.top_p <= 1 and self.top_k >= 0 and 0 <= self.min_p <= 1):
-            raise DefinitionError(
-                f"top_p is {self.top_p:g}, top_k {self.top_k}, min_p {self.min_p:g}; they must be in (0, 1], at least "
-                "0, in [0, 1]."
-            )
+        if not 0 < self.top_p <= 1:
+            raise DefinitionError(f"top_p is {self.top_p:g}; it must be in (0, 1].")
+        if self.top_k < 0:
+            raise DefinitionError(f"top_k is {self.top_k}; it must be at least 0.")
+        if not 0 <= self.min_p <= 1:
+            raise DefinitionError(f"min_p is {self.min_p:g}; it must be in [0, 1].")
 
 
 def sample_truncated(

@@ -53,7 +53,7 @@ class SupervisorConfig(Settings):
     start_timeout_s: float = setting(
         300.0,
         min=0,
-        help="Kill a process that has not reported this many seconds after its start. Imports from a cold disk are "
+        help="Kill a process that has not reported within this many seconds of its start. Imports from a cold disk are "
         "slow.",
     )
     hang_timeout_s: float = setting(

@@ -143,7 +143,11 @@ class _Publisher:
             notify(on_event, f"the published weights of step {before.version} are damaged: {problem}.")
             return None, None
         if row is None and before.version:
-            notify(on_event, f"the ledger has no step {before.version}: the weights published after it are replaced.")
+            notify(
+                on_event,
+                f"the ledger has no row of step {before.version}, so the weights that were published after that step "
+                "are replaced.",
+            )
             return None, None
         if before.finished is not None:  # the run continues
             publish(self._run, replace(before, finished=None), save=None)

@@ -96,7 +96,7 @@ class Placed:
                 self._take(self._ray.get(self._pending_look))
                 self._pending_look = self._actor.look.remote()
             except self._ray.exceptions.RayError as error:
-                logger.warning("%s: lost with its actor: %s", self._name, str(error).partition("\n")[0])
+                logger.warning("%s: its Ray actor was lost: %s", self._name, str(error).partition("\n")[0])
                 self._code = -signal.SIGKILL
             if self._code is not None:
                 self._ray.kill(self._actor)

@@ -33,7 +33,7 @@ _LOOKS: Final = 4
 def replaced(what: str) -> LeaseLostError:
     """Return the error of a process whose place another process has taken."""
     return LeaseLostError(
-        f"{what} was written by another process, which has replaced this process because it was stalled for too "
+        f"{what} was written by another process, which replaced this process because this process was stalled for too "
         "long. No data is lost; restart this process if the other one ends."
     )
 

@@ -172,7 +172,7 @@ def test_a_model_is_evaluated_with_the_policy_of_the_definition(cli: Cli, here: 
 def test_what_cannot_be_evaluated_is_one_sentence(cli: Cli, here: Path):
     """A step that is not kept, no prompts, a model of another kind, nothing there, and code of elsewhere."""
     for args, sentence in (
-        (["runs/mine", "--step", "1"], "no checkpoint of step 1; it keeps those of steps 2, 4"),
+        (["runs/mine", "--step", "1"], "no checkpoint of step 1; it has checkpoints of steps 2, 4"),
         (["runs/mine", "--definition", "mine.py:without"], "so prompts are required: --prompts FILE"),
         (["runs/mine", "--set", "policy.num_layers=2"], "was started with another model: policy.num_layers was 1"),
         (["nothing"], "there is no run or model folder at nothing"),

@@ -77,7 +77,7 @@ def test_other_folder_is_taken(cli: Cli):
     """A folder or file of something else is not touched."""
     Path("mine").mkdir()
     Path("mine/thesis.tex").write_text("x")
-    assert "is not a run; it was not changed" in cli("run", "copy_digits", "--out", "mine").err
+    assert "is not a run, so it was not changed" in cli("run", "copy_digits", "--out", "mine").err
     assert "is a file" in cli("run", "copy_digits", "--out", "mine/thesis.tex").err
 
 

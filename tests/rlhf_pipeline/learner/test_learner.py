@@ -88,7 +88,9 @@ def test_stale_trajectories_are_not_used(make_learner):
     learner.buffer.extend(lazy_stack(fresh))
     learner.step(2)
     assert len(learner.ledger.rows[0]["row_ids"]) == 2
-    with pytest.raises(DataError, match=r"the store has 4\. Collect first, or raise buffer\.max_staleness"):
+    with pytest.raises(
+        DataError, match=r"the store has 4 trajectories\. Collect new rollouts, or raise buffer\.max_staleness"
+    ):
         learner.step(9)
 
 

@@ -137,7 +137,7 @@ def test_modules_that_fail_the_check_are_not_compiled():
     """`on` is an error with the figures, and the modules stay as they were."""
     fused = policy()
     with pytest.raises(
-        DefinitionError, match=r"learn.compile is on, and \w+: it cannot be compiled .*no_such_compiler"
+        DefinitionError, match=r"learn.compile is on, but \w+: it cannot be compiled .*no_such_compiler"
     ):
         fused.set_scoring(layout="padded", compiled="on", backend="no_such_compiler")
     with pytest.raises(DefinitionError, match=r"compiled output differs by 1.0e-03, and 1.0e-05 is rounding.*=off"):

@@ -291,7 +291,7 @@ def test_dtype_and_device_are_applied(make_model: Make, tmp_path: Path) -> None:
     assert TokenPolicy.from_pretrained(tmp_path / "model").head_weight.dtype == torch.bfloat16
     wide = TokenPolicy.from_pretrained(tmp_path / "model", dtype="float32", device="cpu")
     assert wide.head_weight.dtype == torch.float32
-    with pytest.raises(DefinitionError, match="'float31' is not a dtype"):
+    with pytest.raises(DefinitionError, match="'float31' is not a torch dtype"):
         TokenPolicy.from_pretrained(tmp_path / "model", dtype="float31")
 
 

@@ -55,7 +55,7 @@ def test_a_branch_is_repeatable_and_its_source_untouched(tmp_path):
 def test_a_step_without_a_checkpoint_is_named(tmp_path):
     """The message lists the steps that are kept and a command that works."""
     run(tiny(learn__steps="2"), run_dir=tmp_path / "first")
-    with pytest.raises(MissingPathError, match=r"no checkpoint of step 9; it keeps those of steps 0, 2 .*first@2"):
+    with pytest.raises(MissingPathError, match=r"no checkpoint of step 9; it has checkpoints of steps 0, 2 .*first@2"):
         checkpoint_named(f"{tmp_path / 'first'}@9")
 
 

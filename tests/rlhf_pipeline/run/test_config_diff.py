@@ -26,7 +26,7 @@ def test_a_schedule_never_jumps_silently_and_the_change_is_recorded(tmp_path):
     longer = tiny(learn__steps="8", **settings)
     run(longer, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
     (notice,) = [event.message for event in heard if isinstance(event, Notice)]
-    assert "learn.steps was 4, is 8: the learning rate of step 5 is 0.0005 (that of step 4 was 0.000146" in notice
+    assert "learn.steps was 4, is 8: the learning rate of step 5 is 0.0005 (the rate of step 4 was 0.000146" in notice
     assert notice.endswith("add --set learn.lr_decay_steps=5")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["changes"] == [
         {"from_step": 5, "fields": [{"field": "learn.steps", "was": 4, "is": 8}]}
@@ -52,7 +52,7 @@ def test_what_a_person_changes_while_watching_is_allowed_and_named(tmp_path):
     other = tiny(learn__steps="3", learn__lr="0.5", loss__clip_high="0.3", collect__num_slots="7")
     run(other, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
     said = " ".join(event.message for event in heard if isinstance(event, Notice))
-    assert "learn.lr was 0.01, is 0.5: the learning rate of step 3 is 0.5 (that of step 2 was 0.01" in said
+    assert "learn.lr was 0.01, is 0.5: the learning rate of step 3 is 0.5 (the rate of step 2 was 0.01" in said
     assert "loss.clip_high was 0.2, is 0.3, from step 3 on." in said
     assert "collect.num_slots was" in said
 

@@ -125,7 +125,7 @@ def test_prompts_that_are_learned_from_are_refused(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     train, test = (Prompts(path=str(tmp_path / f"{name}.jsonl")) for name in ("train", "test"))
     shared = dataclasses.replace(tiny(), prompts=train, evaluate=dataclasses.replace(HELD_OUT, prompts=test))
-    with pytest.raises(DefinitionError, match="has 1 prompts that the run learns from; the first is '2='"):
+    with pytest.raises(DefinitionError, match="has 1 prompts that are also training prompts; the first is '2='"):
         Run(pipeline=shared, run_dir=tmp_path / "run").checked()
     with pytest.raises(DefinitionError, match=r"evaluate\.prompts to prompts that the run does not learn from"):
         dataclasses.replace(tiny(), evaluate=Evaluate())
@@ -150,13 +150,12 @@ def test_a_resume_says_that_evaluations_are_others(tmp_path):
     said, _ = resumed(of(range(100, 103), 4))
     assert not said
     said, done = resumed(of(range(200, 203), 6))
-    assert f"{file} (evaluate.prompts.path) has changed since the run was last started: it has " in said
+    assert f"{file} (evaluate.prompts.path) has changed since the run was last started: its size is " in said
     assert "they are stored separately, and the best checkpoint is selected only from them." in said
     assert [(event.step, event.best) for event in done] == [(6, True)]
     said, done = resumed(of(range(200, 203), 8, group_size=2))
-    assert (
-        "evaluate.group_size was 4, is 2: evaluations from step 7 on are different; they are stored separately" in said
-    )
+    change = "evaluate.group_size was 4, is 2: evaluations from step 7 on differ from earlier ones; they are stored"
+    assert change in said
     assert [(event.step, event.best) for event in done] == [(8, True)]
     assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 3
 

@@ -68,10 +68,10 @@ def test_a_ledger_that_names_other_trajectories_is_noticed(finished, tmp_path):
     rewrite_ledger(run_dir, row)
     (found,) = again(tiny(), run_dir, from_step=1)
     assert not found.ok
-    assert found.batch_problem == "the learner would now select 12 trajectories, not these 11"
+    assert found.batch_problem == "the learner would now select 12 trajectories instead of these 11"
     rewrite_ledger(run_dir, row | {"trajectory_ids": row["trajectory_ids"][::-1]})
     (found,) = again(tiny(), run_dir, from_step=1)
-    assert found.batch_problem == "its rows contain other trajectories than the ledger lists"
+    assert found.batch_problem == "its rows contain different trajectories than the ledger lists"
 
 
 def rewrite_ledger(run_dir: Path, *rows: dict) -> None:

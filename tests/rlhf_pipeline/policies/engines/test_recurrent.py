@@ -174,7 +174,7 @@ def test_states_outside_of_the_cache_are_refused(kind: str, changes: dict[str, o
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, vocab_size=97, num_key_value_heads=2, **sizes, **changes)
-    with pytest.raises(DefinitionError, match=rf"{reason}.*Sample it with vLLM.*collect\.engine=vllm"):
+    with pytest.raises(DefinitionError, match=rf"{reason}.*Sample with vLLM.*collect\.engine=vllm"):
         TokenPolicy(AutoModelForCausalLM.from_config(config)).generate_groups([[5], [6, 7]], seed=0)
 
 
@@ -190,7 +190,7 @@ def test_time_steps_limited_in_whole_rows_only_are_refused(
     name: str, changes: dict[str, object], make_model: Make
 ) -> None:
     """In single steps the layers of Mamba 2 ignore their limits, so sampled log-probs would be of another model."""
-    with pytest.raises(DefinitionError, match=r"limits its time steps \(0\.001 to .*\) in whole rows.*vLLM"):
+    with pytest.raises(DefinitionError, match=r"limits its time steps \(0\.001 to .*\) in complete rows.*vLLM"):
         TokenPolicy(make_model(name, **changes)).generate_groups([[5]], seed=0)
 
 

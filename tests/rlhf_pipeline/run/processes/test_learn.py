@@ -160,7 +160,7 @@ def test_weights_of_a_step_that_the_ledger_lacks_are_replaced(run):
     stop = stop_at(RunStarted)
     learn(PIPELINE, run_dir=run.path, on_event=lambda event: (events.append(event), stop(event)))
     assert published(run)[0] == 0
-    assert any("the ledger has no step 2" in event.message for event in events if isinstance(event, Notice))
+    assert any("the ledger has no row of step 2" in event.message for event in events if isinstance(event, Notice))
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
     assert published(run) == before  # the same rollouts in the same order
 
@@ -338,7 +338,7 @@ def test_trajectories_that_a_power_loss_took_are_missed(run):
     events: list[Event] = []
     learn(PIPELINE, run_dir=run.path, on_event=events.append)
     (said,) = [event.message for event in events if isinstance(event, Notice)]
-    assert "rollout 2 had 12 trajectories, and 5 of them are not in the store" in said
+    assert "rollout 2 had 12 trajectories, and 5 of them are missing from the store" in said
     assert [len(row["row_ids"]) for row in run.ledger] == [12, 12, 7]
 
 
