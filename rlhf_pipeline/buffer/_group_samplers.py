@@ -1,4 +1,4 @@
-"""Strategies that draw whole groups: all trajectories of a `group_id`, or none."""
+"""Strategies that draw complete groups: all trajectories of a `group_id`, or none."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def allowed_groups(view: StoreView, allowed: Ints, group_size: int | None = None
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GroupStrategy(TrajectorySampler):
-    """Base of the strategies that draw whole groups."""
+    """Base of the strategies that draw complete groups."""
 
     group_size: int | None = None
 
@@ -98,7 +98,7 @@ class GroupStrategy(TrajectorySampler):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GroupSampler(GroupStrategy):
-    """Whole groups: all trajectories of a `group_id`, or none.
+    """Draws complete groups: all trajectories of a `group_id`, or none.
 
     A group is drawn only if the limits allow all its trajectories in the view.
     """
@@ -120,7 +120,7 @@ class GroupSampler(GroupStrategy):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SuccessSampler(GroupStrategy):
-    """Whole groups by their success rate, those of medium difficulty most often.
+    """Draws complete groups by their success rate, groups of medium difficulty most often.
 
     Groups are put into buckets of equal width by the share of their trajectories whose task reward reaches
     `threshold`. A bucket's probability follows a normal curve of its middle around `target`, and within a bucket all

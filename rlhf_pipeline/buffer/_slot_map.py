@@ -63,7 +63,7 @@ class SlotMap:
 
     @property
     def turn(self) -> int:
-        """The number of rows that have taken the next slot so far."""
+        """The number of rows that have used the next slot so far."""
         return self._before + self._count
 
     @property

@@ -39,7 +39,7 @@ def claiming(store: TrajectoryStore) -> AbstractContextManager[None]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StalenessAwareSampler(TrajectorySampler):
-    """Newer trajectories more often, stale ones never; the names are TorchRL's.
+    """Draws newer trajectories more often and stale trajectories never; the names are TorchRL's.
 
     Probabilities follow `staleness_weight_fn(consumer_version - policy_version)`; no row is drawn twice in a batch.
     Trajectories newer than the learner have staleness 0.
@@ -102,7 +102,7 @@ class StalenessAwareSampler(TrajectorySampler):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ConsumingSampler(UniformSampler):
-    """Each trajectory at most `max_sample_count` times: the store counts every draw as a use.
+    """Draws each trajectory at most `max_sample_count` times: the store counts every draw as a use.
 
     The count is the column `use_count`, which the first draw adds, so it outlives the process, and consumed rows stay
     on disk. `ran_out` is True

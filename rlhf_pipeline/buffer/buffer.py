@@ -30,7 +30,7 @@ from trajectory_store import MissingRowError, Snapshot, TrajectoryStore
 
 
 class TrajectoryWriter(RoundRobinWriter):
-    """TorchRL's round-robin writer with the storage's cursor, which is right after reopening as well."""
+    """TorchRL's round-robin writer with the storage's cursor, which is also correct after reopening."""
 
     def __init__(self, *, track_generations: bool = False) -> None:
         # Plain numbers: a semaphore brings a tracker process, which reports a leak when this process is killed.

@@ -10,7 +10,7 @@ from trajectory_store.reads import StoreReads
 
 
 def check_rows(store: StoreReads, row_ids: np.ndarray) -> None:
-    """Compare what is stored of rows with its checksums, each commit once per process and state of its files.
+    """Verify the stored data of rows against its checksums, each commit once per process and state of its files.
 
     Code that chooses rows by their values calls this first, and batches are read in the same way: nothing is learned
     from a damaged row, and none is chosen, or passed over, because of one.
@@ -27,7 +27,7 @@ def check_rows(store: StoreReads, row_ids: np.ndarray) -> None:
 
 
 def sound_rows(store: TrajectoryStore, row_ids: np.ndarray | None = None, *, skip: bool) -> np.ndarray:
-    """Return the rows that match what was stored, int64 [m], in the same order.
+    """Return the rows that match their checksums, int64 [m], in the same order.
 
     Args:
         store: the store.

@@ -1,4 +1,4 @@
-"""The sampling strategies, which choose the trajectories that the learner sees next; `_strategy` has their base."""
+"""The sampling strategies, which choose the next trajectories for the learner; `_strategy` has their base."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class PrioritySampler(TrajectorySampler):
 
 @dataclass(eq=False, repr=False)
 class MixSampler(TrajectorySampler):
-    """One part of every batch by one strategy, the rest by another, no row twice.
+    """Draws one part of every batch by one strategy and the rest by another, without repeating a row.
 
     >>> MixSampler(FreshSampler(), UniformSampler(max_staleness=8), fraction=0.75).fraction
     0.75
@@ -161,7 +161,7 @@ class MixSampler(TrajectorySampler):
 
 @dataclass(eq=False, repr=False)
 class AnchoredSampler(TrajectorySampler):
-    """One update on the whole newest rollout, then updates on replay until the next one arrives.
+    """One update on the complete newest rollout, then updates on replay until the next rollout arrives.
 
     Source: the recipes of FreshPER, https://arxiv.org/abs/2604.16918, and https://arxiv.org/abs/2606.04560.
 

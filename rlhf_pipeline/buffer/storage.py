@@ -423,7 +423,7 @@ class TrajectoryStorage(Storage):
         return self.next_slot if len(self._slots) == self.max_size and not len(self._slots.waits) else 0
 
     def rows_to_copy(self) -> np.ndarray:
-        """Return the row ids to copy: those of the slots, then the rows that wait for their group."""
+        """Return the row ids to copy: the rows of the slots, then the rows that wait for their group."""
         return np.concatenate([self.mapped_rows(), self._slots.waits])
 
     def _cursor_slots(self, cursor: Any) -> np.ndarray:

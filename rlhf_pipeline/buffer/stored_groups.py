@@ -1,4 +1,4 @@
-"""Finds newly committed rows, and the rows of given groups, without scanning the whole store."""
+"""Finds newly committed rows, and the rows of given groups, without scanning the complete store."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ __all__ = [
 
 @lru_cache(maxsize=16)
 def column_of_key(schema: Schema) -> dict[Key, Column]:
-    """Return the column of each key that a batch may hold."""
+    """Return the column of each key that a batch may contain."""
     return {key_of(column.name): column for column in schema if column.name != SLOT}
 
 
@@ -77,7 +77,7 @@ def named_reward(name: str) -> Column:
 
 
 def turn_reward(name: str) -> Column:
-    """Return the column of what an environment gave under a name in each turn of the policy, without a weight.
+    """Return the column of an environment's reward with a name in each turn of the policy, without a weight.
 
     It has a separate axis, so that it can be added when a name first occurs.
     """
@@ -86,7 +86,7 @@ def turn_reward(name: str) -> Column:
 
 
 def reward_names(schema: Schema) -> list[str]:
-    """Return the names of the rewards, and components of rewards, that a store has columns for.
+    """Return the names of the rewards, and components of rewards, for which a store has columns.
 
     >>> reward_names(trajectory_schema([named_reward("format"), *FAILURES]))
     ['format']

@@ -74,13 +74,13 @@ _LONG_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RenderedTools:
-    """The tools that the policy is shown, and what reads its calls."""
+    """The tools that the policy is shown, and the parser of its calls."""
 
     schemas: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     parser: TurnParser | None = None
 
     def formed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages whose calls have the form that the chat template takes."""
+        """Return messages whose calls have the form that the chat template accepts."""
         return [
             dict(message) if self.parser is None else self.parser.call_format.message(message) for message in messages
         ]
@@ -111,7 +111,7 @@ class RowTurn:
 
 @dataclass(slots=True, eq=False)
 class ConversationRow:
-    """One row of a conversation: what the policy was shown, and what it sampled.
+    """One row of a conversation: the input of the policy and its samples.
 
     Attributes:
         messages: all of them; the content of the policy's is decoded for reading.
@@ -230,13 +230,13 @@ class Conversation:
         return begun
 
     def gain(self, gains: Mapping[str, float]) -> None:
-        """Add named rewards to those of the newest turn and of the conversation."""
+        """Add named rewards to the newest turn and to the conversation."""
         for counted in (self.rewards, *self.turn_rewards[-1:]):
             for name, value in gains.items():
                 counted[name] = counted.get(name, 0.0) + value
 
     def fail(self, error: BaseException) -> None:
-        """Note a failure; the first one stays."""
+        """Record a failure, unless one is already recorded."""
         self.failure = self.failure or Failure(kind=failure_kind(error), error=describe_error(error))
         self.finish_reason = FAILED
 
@@ -703,7 +703,7 @@ class Conversations:
         )
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return a turn as environments and rewards see it."""
+        """Return the text of a turn for environments and reward functions."""
         keep, ends = not self.config.skip_special_tokens, self.policy.eos_token_ids
         text = decode_completion(self.policy.tokenizer, tokens, keep_special=keep, end_token_ids=ends)
         return text if self.stops is None or self.config.keep_stop else self.stops.without(text)

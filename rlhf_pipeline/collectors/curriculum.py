@@ -1,4 +1,4 @@
-"""A mixture of prompts whose weights follow the success that is stored; see `rlhf_pipeline.data.prompts.Curriculum`."""
+"""A mixture of prompts whose weights depend on the stored success; see `rlhf_pipeline.data.prompts.Curriculum`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FollowedMix:
 
     @property
     def sources(self) -> tuple[PromptSource, ...]:
-        """Of the mixture."""
+        """The sources of the mixture."""
         return self.mix.sources
 
     def source_of(self, cursor: int) -> int:
@@ -58,7 +58,7 @@ class FollowedMix:
         return prompt_at(self.mix.sources[source], before[source] + drawn[source], seed)
 
     def weights(self, rollout: int) -> list[float]:
-        """Return the weights that a rollout's prompts are taken by, one per source."""
+        """Return the weights by which a rollout's prompts are drawn, one per source."""
         return list(self._interval(rollout // self._curriculum.every)[0])
 
     def _interval(self, number: int) -> tuple[tuple[float, ...], list[int]]:

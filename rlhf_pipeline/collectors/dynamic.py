@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """What one round of a rollout sampled, or several rounds together.
+    """The samples of one round of a rollout, or of several rounds together.
 
     Attributes:
         prompts: [P].

@@ -197,7 +197,7 @@ class Grading:
             process_runtime().cancel_unawaited([entry.call for entry in self._calls.values() if entry.call is not None])
 
     def add(self, place: int, sample: Sampled, *, ended: bool = False) -> None:
-        """Take a completion; its calls begin at once, as far as they can."""
+        """Add a completion; its calls start immediately if possible."""
         if place in self._sampled and not ended:
             return
         self._sampled[place] = sample
@@ -210,7 +210,7 @@ class Grading:
                 self._call_group(number, place, self._group_size)
 
     def fail(self, place: int, failure: Failure) -> None:
-        """Take a trajectory that failed before it had anything to grade; no reward function sees it."""
+        """Add a trajectory that failed before it could be graded; it is passed to no reward function."""
         self._failed[place] = failure
         for number, form in enumerate(self._grader.forms):
             if form.batched and self._group_size is not None:
@@ -380,7 +380,7 @@ def _combined(grader: Grader, outcomes: Sequence[Result | BaseException | None])
 def part_values(
     rewards: Sequence[Reward], grades: Sequence[Grade], of_environment: Iterable[str] = ()
 ) -> dict[str, list[float]]:
-    """Return the components of the results of reward functions by the name they are stored under, [n] each.
+    """Return the components of the results of reward functions by their stored names, [n] each.
 
     NaN where a result has none; but a reward that an environment did not give to a graded conversation is 0, as in the
     sum of its rewards. They come in alphabetical order.

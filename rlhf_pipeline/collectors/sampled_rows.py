@@ -1,4 +1,4 @@
-"""What a rollout sampled, of one turn or several, in the form of the write path: columns by key."""
+"""The samples of a rollout, of one or several turns, in the form of the write path: columns by key."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sampled_completions(
 def sampled_conversations(
     conversations: Sequence[Conversation], text_of: Callable[[Sequence[int]], str], *, group_size: int
 ) -> Trajectories:
-    """Return rows of several turns, those of a conversation one after the other.
+    """Return rows of several turns; the rows of a conversation are adjacent.
 
     Args:
         conversations: all members of each group.

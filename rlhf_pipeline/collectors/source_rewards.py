@@ -17,7 +17,7 @@ from rlhf_pipeline.environments.makers import Environments
 
 
 class SourceRewards:
-    """Groups the rewards of rows by where their prompts come from, which is a function of the prompts' cursors.
+    """Groups the rewards of rows by the source of their prompts, which is a function of the prompts' cursors.
 
     Args:
         prompts: the source of prompts.
@@ -33,7 +33,7 @@ class SourceRewards:
 
     @classmethod
     def of(cls, prompts: PromptSource, make: Any, seed: int) -> SourceRewards | None:
-        """Return what groups the rewards; None where there is one source and one environment."""
+        """Return the object that groups the rewards; None if there is only one source and one environment."""
         sources = prompts.sources if isinstance(prompts, (Mix, FollowedMix)) else ()
         makers = make.makers if isinstance(make, Environments) else ()
         return cls(prompts, make, seed) if max(len(sources), len(makers)) > 1 else None
@@ -69,7 +69,7 @@ class SourceRewards:
 
 
 def source_labels(sources: tuple[PromptSource, ...]) -> list[str]:
-    """Return a name for each source: of its file, otherwise of its class; with a number where two are equal.
+    """Return a name for each source: its file, otherwise its class; with a number if two names are equal.
 
     >>> from rlhf_pipeline import CopyDigits, Prompts
     >>> source_labels((Prompts("data/gsm8k.jsonl"), CopyDigits(num_digits=2), CopyDigits(num_digits=5)))

@@ -1,1 +1,1 @@
-"""What answers a policy's turns: games, tools, and environments of other libraries. Nothing here imports torch."""
+"""Objects that answer a policy: games, tools, and environments of other libraries. Nothing here imports torch."""

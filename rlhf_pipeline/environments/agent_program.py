@@ -36,7 +36,7 @@ SETTLE_S: Final = 0.002
 
 
 class AgentProgram:
-    """An environment in which a program asks the policy: any code that uses OpenAI's chat completions.
+    """An environment in which a program calls the policy: any code that uses OpenAI's chat completions.
 
     Args:
         run: `async def run(base_url, api_key, prompt)` that returns the reward: a number, named rewards, None (0), or a
@@ -97,7 +97,7 @@ class _Program:
 
 
 class ProgramConversation:
-    """One run of a program, which is one episode: each sample that it asks for is a step.
+    """One run of a program, which is one episode: each sample that it requests is a step.
 
     Args:
         play: runs the program: a coroutine function, or a function, which runs in a thread.
@@ -181,7 +181,7 @@ class ProgramConversation:
             _stop(self.session, program)
 
     def add_key(self, key: str) -> None:
-        """Let requests with another key reach this conversation."""
+        """Also accept requests with another key for this conversation."""
         if self._program is not None:
             self._program.keys.append(chat_server().open(self.session, key))
 

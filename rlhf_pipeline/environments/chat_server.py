@@ -38,7 +38,7 @@ Repeats = Literal["retry", "sample"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatSample:
-    """One sample that a request asks for."""
+    """One sample that a request requires."""
 
     request: ChatRequest
     number: int
@@ -81,7 +81,7 @@ class ChatSession:
     # The server's side
 
     def submit(self, request: ChatRequest, *, key: str, size: int, is_retry: bool) -> Future[ChatResponse]:
-        """Take a request; the result is the response to it, or to an earlier one of which it is a retry.
+        """Accept a request; the result is the response to it, or to an earlier request of which it is a retry.
 
         Args:
             request: the request.
@@ -172,7 +172,7 @@ class ChatServer:
         threading.Thread(target=self._serve, args=(door,), name="chat-server", daemon=True).start()
 
     def open(self, session: ChatSession, key: str | None = None) -> str:
-        """Let requests with a key reach a conversation, and return the key: a secret one if none is given."""
+        """Pass requests with a key to a conversation, and return the key: a new secret if none is given."""
         key = key or f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
@@ -294,7 +294,7 @@ _MAKING = threading.Lock()
 
 
 def chat_server() -> ChatServer:
-    """Return the server of this process; a forked one makes another."""
+    """Return the server of this process; a forked process starts a separate one."""
     global _SERVER
     with _MAKING:
         if _SERVER is None:

@@ -1,4 +1,4 @@
-"""The protocol of environments: what begins a conversation, and what answers a turn of the policy.
+"""The protocol of environments, which begin conversations and answer the policy's turns.
 
 An environment is a class with two methods; one object answers one conversation:
 
@@ -131,7 +131,7 @@ class Failure:
 
 
 def is_parallel(environment: object) -> bool:
-    """Return whether an environment's calls may run beside those of others, each conversation's in a separate thread.
+    """Return whether an environment's calls may run concurrently, each conversation's in a separate thread.
 
     It has `parallel = True`, or its `step` is a coroutine function. Other calls are made one after the other, because
     generators, counters and libraries of a module may not be made for several threads.

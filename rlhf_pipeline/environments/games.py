@@ -248,7 +248,7 @@ class Warehouses(Settings):
 
 
 class Sokoban:
-    """Push the box onto the target; a turn is one letter of `LDRU`, and the policy sees the warehouse after each.
+    """Push the box onto the target; a turn is one letter of `LDRU`, and each reply shows the warehouse.
 
     The observation omits the walls of the edge, which never change: it has 16 characters for 6 x 6 cells.
 

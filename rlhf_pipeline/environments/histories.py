@@ -1,4 +1,4 @@
-"""Which stored turn a list of messages continues; messages are compared by what they mean.
+"""Which stored turn a list of messages continues; messages are compared by their meaning.
 
 A program sends the whole conversation with each request. The turns of the policy in it were sampled before, so their
 tokens are known, if the messages are exactly those that were sent and returned. A turn is therefore found by all
@@ -52,7 +52,7 @@ def _call(call: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Continued(Generic[Place]):
-    """What some messages continue."""
+    """The turn that a list of messages continues."""
 
     place: Place | None = None
     """The place of the newest returned turn that they continue; None if they do not continue any."""

@@ -1,4 +1,4 @@
-"""What a definition may name as its environment, and what makes one for each conversation: decided here alone.
+"""The forms in which a definition specifies its environment, and the function that creates one per conversation.
 
 A class with `reset` and `step`, a class in TRL's form, tools, a function that returns a new object of either class, or
 several of these by name, from which a column of the prompt's data chooses.
@@ -55,7 +55,7 @@ class Environments:
 
     @property
     def rewards(self) -> tuple[str, ...] | None:
-        """The names of their rewards, if all of them declare theirs."""
+        """The names of their rewards, if all of them declare rewards."""
         declared = [rewards_of_environment(maker) for maker in self.makers.values()]
         if None in declared:
             return None
@@ -77,14 +77,14 @@ class Environments:
 
 
 class Factory:
-    """A function that makes environments; what it is about is learned from its first one, which is thrown away."""
+    """A function that makes environments; its attributes are read from a first environment, which is discarded."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
 
     @functools.cached_property
     def form(self) -> Any:
-        """The function itself with the attributes of what it makes, or as the tools of a class in TRL's form."""
+        """The function with the attributes of the environments that it makes, or the tools of a class in TRL's form."""
         kind: Any = self.make
         while isinstance(kind, functools.partial):
             kind = cast("functools.partial[Any]", kind).func
@@ -97,7 +97,7 @@ class Factory:
 
     @property
     def tools(self) -> list[Any]:
-        """Those of the first one."""
+        """The tools of the first environment."""
         return tools_of(self.form)
 
     @property
@@ -121,7 +121,7 @@ class Factory:
 
 
 def maker_of(environment: Any) -> Maker:
-    """Return what makes one environment per conversation."""
+    """Return the function that makes one environment per conversation."""
     if isinstance(environment, Mapping):
         return Environments(cast("Mapping[str, Any]", environment))
     if not callable(environment):
@@ -139,7 +139,7 @@ def maker_of(environment: Any) -> Maker:
 
 
 def code_of(environment: Any) -> Iterator[Any]:
-    """Yield the functions and classes that a definition's environment is made of."""
+    """Yield the functions and classes that form a definition's environment."""
     if isinstance(environment, Environments):
         environment = environment.choices
     if isinstance(environment, Mapping):

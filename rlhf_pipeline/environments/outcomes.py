@@ -1,4 +1,4 @@
-"""Every way in which a trajectory can end, and where it counts: the one table, printed in docs/rewards.md.
+"""Every way in which a trajectory can end, and where it is included: the table printed in docs/rewards.md.
 
 Two rules apply. The policy is trained on its own mistakes: it sees the error of a malformed call, and a walk that
 reaches no goal has a reward of 0. It is never trained on infrastructure failures: after a timeout, or when a tool or an

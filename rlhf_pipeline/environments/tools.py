@@ -145,7 +145,7 @@ class Session:
         self.owner = owner
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
-        """Show the prompt, and after it what the owner of the tools returns."""
+        """Show the prompt, followed by the text that the owner of the tools returns."""
         if self.owner is None or not hasattr(self.owner, "reset"):
             return None
         row = {"prompt": prompt.text if prompt.messages is None else [*map(dict, prompt.messages)]}

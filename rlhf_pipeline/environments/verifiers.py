@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` (0.4): a task set, agents that play it, and what scores them.
+"""Environments of the package `verifiers` (0.4): a task set, agents that solve the tasks, and scoring functions.
 
 An episode there asks a model for each turn, so it is an agent program (see `environments.agent_program`): its requests
 reach the policy through the same server, and its rows have the tokens that were sampled.
@@ -137,7 +137,7 @@ class _Episode:
         return Step(done=True, rewards=rewards, info={"metrics": {**trace.metrics}})
 
     def stop(self, reason: str) -> None:
-        """Let the agent stop: a rejected request is then no failure, and its episode is scored."""
+        """Mark the agent as stopped: a rejected request is then not a failure, and its episode is scored."""
         if (trace := self._traces.get(self.session.agent)) is not None:
             trace.stop(reason)
 

@@ -70,7 +70,7 @@ class NamedRewards(NamedTuple):
 
 
 class Returns(NamedTuple):
-    """What estimators see: the returns of whole groups, and their moments.
+    """The inputs of estimators: the returns of complete groups, and their moments.
 
     Attributes:
         values: float64 [N].

@@ -26,7 +26,7 @@ _ALIASES: Final = {"prompt_mean": "sequence_mean", "bnpo": "token_mean"}
 
 
 def canonical_aggregation(mode: str) -> str:
-    """Return a mode's own name: `prompt_mean` is TorchRL's name of `sequence_mean`, `bnpo` TRL's of `token_mean`.
+    """Return the canonical name of a mode: TorchRL's `prompt_mean` is `sequence_mean`, TRL's `bnpo` is `token_mean`.
 
     >>> canonical_aggregation("prompt_mean")
     'sequence_mean'
@@ -155,7 +155,7 @@ def contributes(advantages: torch.Tensor, *, kl_loss: bool = False, entropy_bonu
 def scorable(
     chosen: torch.Tensor, attention: torch.Tensor, behaviour: torch.Tensor, *compared: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return which of the chosen tokens are in the loss: those with a token before them and with finite log-probs.
+    """Return which of the chosen tokens are in the loss: they need a preceding token and finite log-probs.
 
     Args:
         chosen: bool [B, T], the tokens that a masking strategy chose.

@@ -294,7 +294,7 @@ class HeadPass:
     def accumulate(
         self, x_CV: torch.Tensor, start: int, end: int, row_scale: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Add the gradients of a chunk. `x_CV` holds minus the logits' gradient before `row_scale`."""
+        """Add the gradients of a chunk. `x_CV` contains the negative gradient of the logits before `row_scale`."""
         if self._slope is not None:
             x_CV.mul_(self._slope[: x_CV.shape[0]])
         d_CV = x_CV.to(self.operand)
@@ -333,7 +333,7 @@ class HeadPass:
 
 
 def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of whole distributions, in nats: `-sum p log p` with `0 log 0 = 0`, differentiable.
+    """Return the entropy of complete distributions, in nats: `-sum p log p` with `0 log 0 = 0`, differentiable.
 
     Args:
         log_probs: [..., V], from a log-softmax; -inf for a banned token.
@@ -354,7 +354,7 @@ def head_backward(
     needs: tuple[bool, bool, bool],
     chunk_size: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of a head from those of its log-probs and entropies, recomputing the logits.
+    """Compute the gradients of a head from the gradients of its log-probs and entropies, recomputing the logits.
 
     Args:
         hidden: [N, H].

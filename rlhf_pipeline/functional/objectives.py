@@ -18,7 +18,7 @@ __all__ = ["OBJECTIVES", "ObjectiveEntry", "ObjectiveFunction", "PolicyTokens", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyTokens:
-    """What a policy loss is computed from; every tensor is float `[n]`, one value per token of the loss.
+    """The inputs of a policy loss; every tensor is float `[n]`, one value per token of the loss.
 
     Log-probs and entropies are in nats, at the temperature of sampling.
 

@@ -194,7 +194,7 @@ def vespo_loss(
     segments: int,
     shape: VESPO | None = None,
 ) -> TokenLoss:
-    """`-stopgrad(phi(w)) A log pi`: a smooth weight of the importance weight of the whole sequence (VESPO).
+    """`-stopgrad(phi(w)) A log pi`: a smooth function of the importance weight of the complete sequence (VESPO).
 
     `w = exp(sum of log_probs - behaviour over the sequence)`, its logarithm clamped to `[log 1e-8, 20]`, and
     `phi(w) = exp(scale + power log w - scale w)`, so `phi(1) = 1`: the weight of a sequence fades as `w` leaves 1,

@@ -1,4 +1,4 @@
-"""Which tokens of a whole step keep their policy loss: those of high entropy, or all but some of high covariance.
+"""Which tokens of a step keep their policy loss: tokens of high entropy, or all except some of high covariance.
 
 Both look at all tokens of the step at once. The tokens that go keep their place in the counts, as in the sources, so
 the weights of the others do not change.

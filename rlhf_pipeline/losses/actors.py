@@ -49,7 +49,7 @@ class Actor(Protocol):
     """A way to score with an actor; one of the classes below."""
 
     def rows(self, batch: LossBatch, *, entropy: bool) -> HeadRows | Scores:
-        """Return what the masked tokens are scored with."""
+        """Return the inputs for scoring the masked tokens."""
         ...
 
 
@@ -222,7 +222,7 @@ def _fitting(values: torch.Tensor, batch: LossBatch, what: str) -> torch.Tensor:
 
 
 def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrategy, samples: int) -> Actor:
-    """Choose how to score with an actor. Its own methods win; a faster way is used only if it gives the same result.
+    """Choose how to score with an actor. Its own methods take precedence; a faster one must give the same result.
 
     1. `hidden_states` and `head_weight` (`CausalLMPolicy`): the head is applied in chunks.
     2. A transformers model, or TorchRL's wrapper around one, whose forward pass is not overridden: as 1, on the

@@ -131,7 +131,7 @@ class GRPOLossOutput(_TorchRLOutput):
 
     @classmethod
     def merge(cls, outputs: Sequence[GRPOLossOutput]) -> GRPOLossOutput:
-        """Merge the outputs of several micro-batches, detached, into that of one batch; every figure merges from sums.
+        """Merge the outputs of several micro-batches, detached, into one output; every metric is merged from sums.
 
         Args:
             outputs: of the micro-batches of one step, with loss weights that were fixed before the split.
@@ -312,7 +312,7 @@ class GRPOLoss(LossModule):
 
     @property
     def functional(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """False: the parameters stay in the actor."""
+        """False: the parameters remain in the actor."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""The settings of a live loss: those of a definition, those that only it has, and TorchRL's keywords for them."""
+"""The settings of a live loss: the settings of a definition, further settings, and TorchRL's keywords for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["KEYWORDS", "TORCHRL_DEFAULTS", "LossSettings", "changed", "clip_sett
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSettings(GRPO):
-    """The settings of `GRPOLoss`: those of a definition, and those that only a live loss has.
+    """The settings of `GRPOLoss`: the settings of a definition, and further settings of a live loss.
 
     >>> LossSettings(clip_cov=0.0002).chooses_tokens, LossSettings(objective="gspo").is_token_level
     (True, False)
@@ -148,7 +148,7 @@ _HARMLESS = {"gamma": (None, 1), "clip_value": (None, False)}
 
 
 def loss_settings(settings: GRPO | None, keywords: Mapping[str, Any]) -> LossSettings:
-    """Return the settings of a loss: those of a definition with changes, or TorchRL's defaults with changes.
+    """Return the settings of a loss: a definition's settings with changes, or TorchRL's defaults with changes.
 
     Raises:
         DefinitionError: a keyword is unknown, or its value cannot work; the message gives the reason.

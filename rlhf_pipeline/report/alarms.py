@@ -1,4 +1,4 @@
-"""What looks wrong with a run, as data: each alarm has a name, a severity, a window and a start."""
+"""The alarms of a run, as data: each has a name, a severity, a window and a start."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Alarm:
 
 
 def run_alarms(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFolder, now: float) -> Iterator[Alarm]:
-    """Yield what looks wrong with a run.
+    """Yield the alarms of a run.
 
     Args:
         state: what `status` returns, without its alarms.
@@ -93,7 +93,7 @@ def run_alarms(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFo
 
 
 def process_alarms(process: dict[str, Any], now: float, *, is_running: bool) -> Iterator[Alarm]:
-    """Yield what is wrong with a process; one that has left is wrong only while the run continues.
+    """Yield the alarms of a process; a process that has exited raises one only while the run continues.
 
     Args:
         process: its last report, and `alive` and `seen`.

@@ -20,7 +20,7 @@ _BLOCK_ROWS = 4096
 
 
 def cause_of(text: str) -> str:
-    """Return the cause that a message is an example of: its first line without what varies.
+    """Return the cause of a message: its first line without the variable parts.
 
     >>> cause_of("ValueError: could not convert 'abc' to 3.5 at 0x7f00"), cause_of("timeout after 31 s"), cause_of("")
     ('ValueError: could not convert … to # at #', 'timeout after # s', 'without a reason')
@@ -30,7 +30,7 @@ def cause_of(text: str) -> str:
 
 
 class Causes:
-    """Counts the causes of failed trajectories; what was counted once is not read again while the store grows."""
+    """Counts the causes of failed trajectories. While the store grows, counted trajectories are not read again."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}

@@ -25,7 +25,7 @@ _EXAMPLES = 8
 def turns_problem(
     spans: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_], log_probs: npt.NDArray[np.float32], num_prompt: int
 ) -> str | None:
-    """Return what contradicts the turns of a row, or None.
+    """Return the contradiction to the turns of a row, or None.
 
     Args:
         spans: int64 [n, 2], first token and role (1 the policy, 0 a reply) of each turn.
@@ -52,7 +52,7 @@ def turns_problem(
 
 
 def drifted(stored: Stored) -> Iterator[tuple[int, str]]:
-    """Yield the conversations that are not what was sampled, as far as a store shows: row id and reason."""
+    """Yield the conversations that differ from the sampled tokens, as far as a store shows: row id and reason."""
     if set(_NEEDED) <= set(stored.columns):
         prompts: dict[int, tuple[bytes, int]] = {}
         for ids in stored.blocks():

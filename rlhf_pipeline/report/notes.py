@@ -1,4 +1,4 @@
-"""A person's notes and labels on trajectories, in a file beside the run; the run itself is not changed."""
+"""A person's notes and labels on trajectories, in a file next to the run; the run itself is not changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Notes:
         return {row: note for row, note in notes.items() if note["text"] or note["labels"]}
 
     def counts(self, rows: MatchingRows) -> list[tuple[str, str, int]]:
-        """Return how many of some trajectories have a note, and each label: a name, the condition, the number."""
+        """Return how many of some trajectories have a note, and how many have each label: name, condition, number."""
         notes = self.read()
         noted = np.asarray([int(row) for row in notes], np.int64)
         present = [str(row) for ids in rows.parts() for row in noted[np.isin(noted, ids)].tolist()] if notes else []

@@ -66,7 +66,7 @@ class _RunMetrics:
         self._reading = threading.Lock()
 
     def describe(self) -> list[Any]:
-        """Return nothing: the figures of a run are not known before it has taken a step."""
+        """Return nothing: the metrics of a run are unknown before its first step."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -125,7 +125,7 @@ class _RunMetrics:
 
 
 def metric_name(figure: str) -> str:
-    """Return a figure's name as Prometheus takes it.
+    """Return the name of a metric in the form that Prometheus accepts.
 
     >>> metric_name("evaluation/pass@4"), metric_name("kl_k1")
     ('evaluation_pass_4', 'kl_k1')

@@ -93,7 +93,7 @@ class _Search:
         return MatchingRows(self.among.arrivals, places)
 
     def go_on(self, seconds: float, enough: int | None) -> None:
-        """Search for some seconds, or until there are enough hits and the shorter time has passed."""
+        """Continue the search for some seconds, or until there are enough hits and the shorter time has passed."""
         began = time.perf_counter()
         for places, first in self.left:
             positions = self.among.positions
@@ -127,7 +127,7 @@ class View:
         self._causes = {name: Causes() for name in ("failed", "untrusted")}
 
     def close(self) -> None:
-        """Close the store, and those of the evaluations."""
+        """Close the store and the stores of the evaluations."""
         for view in self._evaluations.values():
             view.close()
         if self._stored is not None:
@@ -148,7 +148,7 @@ class View:
         return isinstance(self.address, Path) and not self.address.is_dir()
 
     def refresh(self) -> int:
-        """See what was stored since; return the watermark, 0 if no rows are stored yet."""
+        """Read the rows stored since the last call; return the watermark, 0 if no rows are stored yet."""
         try:
             return self.stored.store.refresh()
         except MissingPathError:
@@ -246,7 +246,7 @@ class View:
         }
 
     def changes(self) -> Answer:
-        """Return what a page polls for: watermark, newest step, the processes' states, and whether all is gone."""
+        """Return the values that a page polls: watermark, newest step, process states, and whether the run is gone."""
         if self.is_gone:
             return {"watermark": 0, "step": None, "beats": [], "gone": True}
         rows = self.metrics_rows()
@@ -353,7 +353,7 @@ class View:
     def matching(
         self, where: Sequence[str], *, text: str = "", column: str = "completion", prompt_of: int | None = None
     ) -> list[str]:
-        """Return the conditions, as `select` reads them, that choose what `trajectories` shows."""
+        """Return the conditions that select the rows of `trajectories`, in the form that `select` reads."""
         conditions = self._resolved(where)
         if text:
             conditions.append(condition_on(column, "~", text))
@@ -425,7 +425,7 @@ class View:
         return self._prompt_of(id)
 
     def rows(self, ids: Ids, columns: Sequence[str] = ()) -> list[Answer]:
-        """Return trajectories in brief, with whole texts, and the values of further columns."""
+        """Return trajectories in brief, with complete texts and the values of further columns."""
         stored, num = self.stored, len(ids)
         numbers = {name: stored.scalars(name, ids) for name in (*_SCALARS.values(), *_FURTHER)}
         more = {name: _plain_list(values_of(stored, name, ids)) for name in columns}
@@ -607,7 +607,7 @@ class View:
         return ids[self.stored.store.holds(ids)] if len(ids) else ids
 
     def step(self, step: int, *, offset: int = 0, limit: int = 100) -> Answer:
-        """Return what an optimizer step learned from, its figures, and the evaluations of the weights behind it.
+        """Return the trajectories and metrics of an optimizer step, and the evaluations of the weights after it.
 
         Args:
             step: its number.
@@ -926,7 +926,7 @@ def condition_on(column: str, sign: str, text: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a number that JSON can hold; None if it is not finite."""
+    """Return a number that JSON can represent; None if it is not finite."""
     if value is None or isinstance(value, bool | int | str):
         return value
     return float(value) if math.isfinite(value) else None

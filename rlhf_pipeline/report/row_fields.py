@@ -45,7 +45,7 @@ def label(name: str) -> str:
 
 
 def fields_of(stored: Stored) -> list[dict[str, Any]]:
-    """Return the columns with one value per trajectory: name, label, kind, and whether a table shows it unasked.
+    """Return the columns with one value per trajectory: name, label, kind, and whether a table shows it by default.
 
     `kind` is `number`, `flag` or `text`. Named rewards are shown unasked if there are several, the return if it is not
     the reward (a penalty or a discount is in it).
@@ -103,7 +103,7 @@ def values_of(stored: Stored, name: str, ids: Ids) -> list[Any] | npt.NDArray[An
 
 
 def order_of(stored: Stored, name: str, ids: Ids) -> npt.NDArray[np.float64]:
-    """Return what trajectories are ordered by, [N] float64; NaN where they have no value.
+    """Return the values by which trajectories are ordered, [N] float64; NaN where there is no value.
 
     Raises:
         MissingKeyError: the store has no such field, or it is text.

@@ -1,4 +1,4 @@
-"""Passes over the rows of a store in parts: what is filtered, ordered and counted needs the memory of one part."""
+"""Passes over the rows of a store in parts: filtering, ordering and counting need the memory of one part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MatchingRows:
             yield self[first : first + _BLOCK_ROWS]
 
     def meeting(self, condition: Callable[[Ids], npt.NDArray[np.bool_]]) -> MatchingRows:
-        """Return those that meet a condition, a function of ids that returns a mask."""
+        """Return the rows that meet a condition, a function of ids that returns a mask."""
         places, first = [np.zeros(0, np.int64)], 0
         for ids in self.parts():
             places.append(first + np.flatnonzero(condition(ids)))
@@ -122,7 +122,7 @@ def text_counts(stored: Stored, name: str, matches: MatchingRows) -> dict[str, i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Versions:
-    """What the rows of some policy versions have, by version, ascending: [K] each."""
+    """Statistics of the rows of some policy versions, by version, ascending: [K] each."""
 
     num_versions: int
     """The number of versions from which these were selected."""

@@ -1,4 +1,4 @@
-"""What a run does now: what runs, what it waits for, what it takes on disk, and what looks wrong."""
+"""The current state of a run: its processes, what they wait for, its disk usage, and its alarms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOUR_S = 3600.0
 
 
 def status(view: View, now: float) -> Answer:
-    """Return what a run does, JSON-ready.
+    """Return the state of a run, ready for JSON.
 
     Args:
         view: a run, no store alone.
@@ -63,7 +63,7 @@ def status(view: View, now: float) -> Answer:
 
 
 def alarms_of_process(state: Answer, name: str, now: float) -> list[Answer]:
-    """Return what is wrong with one process of a run.
+    """Return the alarms of one process of a run.
 
     Args:
         state: what `status` returned.

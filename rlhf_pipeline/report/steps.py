@@ -1,4 +1,4 @@
-"""What optimizer steps did with trajectories, as the ledger records: learned from, without a gradient, excluded."""
+"""How optimizer steps used trajectories, as the ledger records: learned from, without a gradient, or excluded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def groups_of(stored: Stored, ids: Ids, no_gradient: Ids | None, *, offset: int,
 
 
 def num_groups(stored: Stored, ids: Ids) -> int:
-    """Return of how many groups trajectories are; those without one count as one."""
+    """Return the number of groups of trajectories; trajectories without a group count as one group."""
     return len(_groups(stored, ids)[0]) if len(ids) else 0
 
 
@@ -95,7 +95,7 @@ def _floats(stored: Stored, name: str, ids: Ids) -> npt.NDArray[np.float64]:
 
 
 def uses_of(run: RunFolder | None, ids: Sequence[int], version: int | None) -> list[Answer]:
-    """Return the steps that took trajectories: `step`, and the ids that it `taught` with and those `without_gradient`.
+    """Return the steps that used trajectories: `step`, the ids in `taught`, and the ids `without_gradient`.
 
     A ledger row that does not record which rows taught something has None for both.
 

@@ -68,7 +68,7 @@ class Stored:
         return list(self.store.read(ids, [name])[name]) if name in self.columns else None
 
     def sampled(self, ids: Ids) -> list[tuple[list[int], list[bool]]]:
-        """Return the tokens of rows, and which the policy sampled: of an unknown mask, all those after the prompt."""
+        """Return the tokens of rows, and which the policy sampled: with an unknown mask, all after the prompt."""
         tokens, masks = self.rows("input_ids", ids), self.rows("assistant_mask", ids)
         starts = self.scalars("num_prompt_tokens", ids)
         if tokens is None or starts is None:

@@ -57,7 +57,7 @@ class Tail:
         yield from map(step_line, self._steps.rows[-1:] if self._steps is not None else ())
 
     def fresh(self) -> Iterator[str]:
-        """Yield what was committed since the last call, in order: a step follows what was stored by then."""
+        """Yield rows and steps committed since the last call, in order: a step follows the rows stored before it."""
         # Steps are read first, so that the trajectories they refer to are found afterwards.
         steps = self._steps.read() if self._steps is not None else ()
         self._view.refresh()

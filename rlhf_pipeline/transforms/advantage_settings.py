@@ -1,4 +1,4 @@
-"""The settings of a live `MCAdvantage`: those of a definition, and those that only it has."""
+"""The settings of a live `MCAdvantage`: the settings of a definition, and further settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def estimator_entry(settings: WritePath) -> EstimatorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings(WritePath):
-    """The settings of `MCAdvantage`: those of a definition, and those that only a live transform has.
+    """The settings of `MCAdvantage`: the settings of a definition, and further settings of a live transform.
 
     The KL settings of a definition are those of `KLReward`; they change nothing here.
 

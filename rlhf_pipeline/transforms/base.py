@@ -51,7 +51,7 @@ class ColumnTransform(Transform):
         return False
 
     def write(self, batch: Trajectories) -> Trajectories | None:
-        """Return the batch, on its way to the store, with the new columns."""
+        """Return the batch with the new columns, before it is stored."""
         return Trajectories(batch.n, batch | self.new_columns(batch, writing=True))
 
     def inv(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""Groups of trajectories: what waits, when it is complete, and the advantages of what is."""
+"""Groups of trajectories: which of them wait, when they are complete, and their advantages."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class GroupQueue:
         self.unique = True
 
     def add(self, member: Member) -> None:
-        """Let a trajectory wait."""
+        """Add a waiting trajectory."""
         self.waiting.setdefault(member.group, []).append(member)
 
     def are_complete(self, arrived: Sequence[Member]) -> bool:
@@ -166,7 +166,7 @@ class GroupQueue:
         return closed
 
     def complete(self, groups: Iterable[Hashable], now: float = -math.inf) -> list[Closed]:
-        """Remove those of the groups that are complete and return them; groups of one batch close together."""
+        """Remove the complete groups and return them; the groups of a batch close together."""
         closed: list[Closed] = []
         for group in groups:
             together, each = [group], self.settings.batch_groups
@@ -456,7 +456,7 @@ def with_penalty(
 
 
 class Graded(NamedTuple):
-    """The advantages of the trajectories of whole groups.
+    """The advantages of the trajectories of complete groups.
 
     Attributes:
         advantages: float64 `[k]`.

@@ -16,7 +16,7 @@ _LARGEST_ERROR = 0.2
 
 
 class KLController(KLControllerBase):
-    """Holds the coefficient of the KL penalty, a plain float, as `coef`.
+    """Provides the coefficient of the KL penalty, a plain float, as `coef`.
 
     Args:
         coef: the initial value.

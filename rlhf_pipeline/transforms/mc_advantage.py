@@ -704,7 +704,7 @@ class _Finished:
 
     @property
     def batch(self) -> Trajectories:
-        """Both together."""
+        """The batch with both."""
         source = with_all_columns(self.source) if ROWS in self.source else self.source
         return Trajectories(source.n, source | self.columns)
 

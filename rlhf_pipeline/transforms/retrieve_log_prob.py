@@ -1,4 +1,4 @@
-"""Reference log-probs, computed once per trajectory: on the write path, or beside sampling."""
+"""Reference log-probs, computed once per trajectory: on the write path, or during sampling."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class ScoringBeside:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def ended(self, index: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take a completion that has ended, with its prompt's token ids and its place among all of the rollout."""
+        """Add a completion that has ended, with its prompt's token ids and its position in the rollout."""
         row = torch.tensor([*prompt, *tokens])
         if max(self._longest, len(row)) * (len(self._waiting) + 1) > self._retrieve.token_budget:
             self._start()
@@ -225,7 +225,7 @@ class ScoringBeside:
         self._longest = max(self._longest, len(row))
 
     def columns(self, batch: Trajectories) -> dict[Key, Flat]:
-        """Return the log-probs of the rollout's trajectories, which hold all its completions in sequence."""
+        """Return the log-probs of the rollout's trajectories, which contain all its completions in sequence."""
         self._start()
         tokens, scored = per_token(batch, TOKENS), sum(len(scored_pass.rows) for scored_pass in self._passes)
         if tokens is None or scored != batch.n:
@@ -255,5 +255,5 @@ class ScoringBeside:
 
 @cache
 def stream_beside(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream for passes beside the decode steps; one per device, as freed memory stays with its stream."""
+    """Return the stream for passes during decoding; one per device, because freed memory stays with its stream."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -55,7 +55,7 @@ _NEWEST = 16_384
 
 
 class RowUpdate(NamedTuple):
-    """New values for rows that a store holds.
+    """New values for rows of a store.
 
     Attributes:
         rows: int64 `[n]`, row ids.
@@ -197,7 +197,7 @@ class WaitingRows:
                 )
 
     def column_of(self, key: Key) -> str | None:
-        """Return the column that holds a key, or None."""
+        """Return the column of a key, or None."""
         name = column_name(key)
         return name if name in self.store.schema else None
 

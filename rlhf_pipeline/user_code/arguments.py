@@ -60,7 +60,7 @@ _CONTAINERS: Final = (dict, list, tuple, Mapping)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """One row, as reward functions see it: the same in training, evaluation, `inspect` and imports."""
+    """One row in the form that reward functions receive, the same in training, evaluation, `inspect` and imports."""
 
     prompt: Prompt
     completion: str
@@ -177,7 +177,7 @@ _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument:
-    """One argument of a reward function, bound to what it gets."""
+    """One argument of a reward function, bound to its value."""
 
     name: str
     value: Getter
@@ -194,7 +194,7 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a reward function is called: made by `form_of`, and by nothing else.
+    """How a reward function is called; created only by `form_of`.
 
     Attributes:
         reward: whose function it is.
@@ -216,7 +216,7 @@ class Form:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The arguments that it names; None if it is called by position."""
+        """The names of its arguments; None if it is called by position."""
         return None if self.by_position else tuple(argument.name for argument in self.arguments)
 
     def takes(self, *names: str) -> bool:
@@ -335,7 +335,7 @@ def _refusal(reward: Reward, signature: str, unknown: Sequence[str], columns: Se
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundRewards:
-    """The reward functions of a definition, bound to the columns of its data: made by `bind`, called by everybody.
+    """The reward functions of a definition, bound to the columns of its data; created by `bind`.
 
     Attributes:
         forms: how each is called.
@@ -349,7 +349,7 @@ class BoundRewards:
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
-        """Each with its weight and its name."""
+        """The reward functions, each with its weight and its name."""
         return tuple(form.reward for form in self.forms)
 
     def takes(self, *names: str) -> bool:
@@ -358,7 +358,7 @@ class BoundRewards:
 
     @property
     def takes_prompt_text(self) -> bool:
-        """Whether one of them asks for the prompt as the model read it, which is then kept with each completion."""
+        """Whether one of them needs the prompt as the model received it, which is then kept with each completion."""
         return self.takes("prompt_text", *_OPENRLHF)
 
     def missing_from(self, columns: Sequence[str]) -> tuple[Reward, str] | None:

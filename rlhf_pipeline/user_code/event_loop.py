@@ -65,7 +65,7 @@ class EventLoop:
         return asyncio.Task(_Measured(work, CURRENT.get(), self), loop=loop, **kwargs)
 
     def submit(self, call: Call, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Let a coroutine of a call run; `call.task` is its task."""
+        """Run a coroutine of a call; `call.task` is its task."""
 
         def begin() -> None:
             CURRENT.set(call)  # in the context of this callback, which the task copies
@@ -74,7 +74,7 @@ class EventLoop:
         self.loop.call_soon_threadsafe(begin)
 
     def cancel(self, call: Call) -> None:
-        """Cancel the coroutine of a call; if it blocks the loop, another thread takes the loop over."""
+        """Cancel the coroutine of a call; if it blocks the loop, another thread takes over the loop."""
         if call.task is not None:
             self.loop.call_soon_threadsafe(call.task.cancel)
         with self._lock:
@@ -156,7 +156,7 @@ class _Measured(Coroutine[Any, Any, Any]):
             self._loop.leave(self._call)
 
     def close(self) -> None:
-        """End it."""
+        """End the loop."""
         self._work.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:

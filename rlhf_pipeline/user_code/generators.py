@@ -14,7 +14,7 @@ _SWAP: Final = threading.RLock()
 
 
 class SeededGenerators:
-    """Lets `random`, and NumPy if it is in use, draw what follows from a seed, within the context.
+    """Seeds `random`, and NumPy if it is in use, within the context.
 
     On re-entry they continue from the same point, so a coroutine can be driven stretch by stretch: between two of its
     `await`s the generators are those of others. Only code that is driven like this waits for each other.

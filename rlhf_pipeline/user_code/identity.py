@@ -1,4 +1,4 @@
-"""What identifies a user's function: digests of all that decides its results, as far as that can be observed.
+"""The identity of a user's function: digests of everything that determines its results and can be observed.
 
 Observed are the source of the function and of what it names in its file, the files of a user's other modules that these
 import, and the values that it holds: defaults, captured variables, attributes of its object, arguments of a partial.
@@ -70,7 +70,7 @@ _WRITTEN: Final = (
 
 
 def identity_of(part: Any) -> Identity:
-    """Return what a callable is made of, at the time of the first request: calls may change what it contains.
+    """Return the parts of a callable at the time of the first request, because calls may change them.
 
     Args:
         part: a function, method, class, partial or object with `__call__`. Of any other object only the code counts,
@@ -99,7 +99,7 @@ def _itself(holder: Any) -> Any:
 
 
 def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what differs between two identities as text.
+    """Return the differences between two identities as text.
 
     >>> changed_parts({"source": "00a1b2c3d4e5f607", "default w": "1"}, {"source": "10a1b2c3d4e5f607"})
     ['default w is gone', 'source has changed']

@@ -1,4 +1,4 @@
-"""What user code returns: the forms of docs/rewards.md, read and checked in one place.
+"""The return values of user code: the forms of docs/rewards.md, read and checked in one place.
 
 A result is a number (of Python, NumPy or torch), None if the function does not apply, a dict of components, or a number
 with such a dict. The reward of a dict is its `score` (as in verl), `reward` or `rewards`, or the sum of its values.
@@ -120,7 +120,7 @@ def _short(returned: Any) -> str:
 
 
 def checked_info(info: object) -> dict[str, Any]:
-    """Return what is to be stored with a trajectory."""
+    """Return the values to store with a trajectory."""
     if not isinstance(info, Mapping):
         raise TypeError(f"info is {type(info).__name__}; it must be a mapping of names to values")
     return {str(name): value for name, value in cast("Mapping[Any, Any]", info).items()}
@@ -220,7 +220,7 @@ def plain_json(value: Any, depth: int = 0) -> Any:
 
 
 def clean_text(text: str) -> str:
-    r"""Return text that UTF-8 can hold: half a surrogate pair, which JSON can write, becomes a question mark.
+    r"""Return text that UTF-8 can encode: half a surrogate pair, which JSON can contain, becomes a question mark.
 
     >>> clean_text("a\ud800")
     'a?'

@@ -77,7 +77,7 @@ class Call:
 
 
 class Limit:
-    """Lets at most `size` calls run at the same time, in the order in which they were begun.
+    """Runs at most `size` calls at the same time, in the order in which they were started.
 
     With a lane and a size of 1 they are made in one thread, one after the other.
     """
@@ -114,7 +114,7 @@ class Runtime:
     # Beginning and ending
 
     def begin(self, calls: Sequence[Call], *, lane: Lane | None = None, limit: Limit | None = None) -> None:
-        """Let calls run: within a limit, in the thread of a lane, or at once."""
+        """Start calls: within a limit, in the thread of a lane, or immediately."""
         if limit is None:
             for call in calls:
                 call.lane = lane
@@ -308,7 +308,7 @@ class Runtime:
     # Notices
 
     def notice(self, sentence: str, *, once: str) -> None:
-        """Keep a sentence for the user, at most one under this name."""
+        """Record a notice for the user, at most one with this name."""
         with self._lock:
             if once not in self._noticed:
                 self._noticed.add(once)

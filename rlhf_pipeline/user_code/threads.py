@@ -40,7 +40,7 @@ def current_worker() -> Worker | None:
 
 
 class ThreadPool:
-    """At most `size` threads, none of which waits for another one's work.
+    """At most `size` threads, none of which waits for the work of another thread.
 
     A thread in which a call hangs is left behind: another one takes its place and its other work, and it ends by itself
     if the call ever returns. Such threads do not count.
@@ -60,7 +60,7 @@ class ThreadPool:
         self._backlog: deque[Callable[[], object]] = deque()
 
     def put(self, job: Callable[[], object], lane: Lane | None = None) -> None:
-        """Let a job run as soon as a thread is free, or in the thread of its lane."""
+        """Run a job as soon as a thread is free, or in the thread of its lane."""
         with self._lock:
             if lane is not None:
                 worker = self._in_lane(lane)

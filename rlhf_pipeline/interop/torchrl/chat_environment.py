@@ -50,7 +50,7 @@ class ChatConversation:
         self.env, self.rewards = env, rewards
 
     def reset(self, prompt: Prompt, seed: int) -> Sequence[Message]:
-        """Give the prompt as the query, its answer and meta beside it, and return the messages."""
+        """Pass the prompt as the query, with its answer and meta, and return the messages."""
         self.env.set_seed(seed % 2**31)
         query: Any = [prompt.text] if prompt.messages is None else History.from_chats([[*map(dict, prompt.messages)]])
         beside = {name: [value] for name, value in {**prompt.meta, "answer": prompt.answer}.items()}
@@ -59,7 +59,7 @@ class ChatConversation:
         return history_messages(self.state["history"].prompt[0])
 
     def step(self, turn: Turn) -> Step:
-        """Let the turn follow the history, and return what the environment puts after it."""
+        """Append the turn to the history, and return the environment's messages after it."""
         with set_list_to_stack(True):
             reply = lazy_stack([lazy_stack([History(role=self._base.policy_role, content=turn.text)])])
             before = self.state["history"].prompt

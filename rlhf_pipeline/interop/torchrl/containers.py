@@ -78,7 +78,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         raise NotImplementedError(f"{type(self).__name__} does not implement token_distribution.")
 
     def read_batch(self, tensordict: TensorDictBase, padding_side: Side = "left") -> TokenBatch:
-        """Read the whole sequences of a TensorDict as a padded batch.
+        """Read the complete sequences of a TensorDict as a padded batch.
 
         Raises:
             DataError: there are no token ids.
@@ -177,7 +177,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         padding_side: Side = "left",
         **options: Any,
     ) -> D.Distribution:
-        """Return the distribution of the assistant's tokens: those that a policy produced, over all turns."""
+        """Return the distribution of the assistant's tokens: the tokens that a policy produced, over all turns."""
         del logits_key
         key = self._assistant_key if assistant_mask_key is None else assistant_mask_key
         return self.get_dist(tensordict, mask_key=key, padding_side=padding_side, **options)

@@ -1,4 +1,4 @@
-"""Batches of older versions of TorchRL: flat keys, and values per token that are those of the response alone.
+"""Batches of older versions of TorchRL: flat keys, and values per token that cover only the response.
 
 A row has `tokens` (of the prompt), `tokens_response` and `log_probs`. `whole_rows` gives it whole tokens, as the rest
 of this package reads them; `with_responses` cuts what was computed back to the response, with a last dimension of one,
@@ -21,7 +21,7 @@ PROMPT, RESPONSE, PROMPT_MASK = "tokens", "tokens_response", "attention_mask"
 
 
 def is_flat(td: TensorDictBase, log_probs: Key) -> bool:
-    """Return whether a batch has log-probs of responses under a flat key, and no whole tokens."""
+    """Return whether a batch has log-probs of responses under a flat key, but no complete token sequences."""
     if not isinstance(log_probs, str) or td.batch_dims != 1 or not td.shape[0]:
         return False
     entries = entries_of(rows_of(td)[0] if is_stack(td) else td)
@@ -29,7 +29,7 @@ def is_flat(td: TensorDictBase, log_probs: Key) -> bool:
 
 
 def whole_rows(td: TensorDictBase, log_probs: str, per_token: Sequence[Key]) -> TensorDictBase:
-    """Return a flat batch as a lazy stack `[n]` of rows with whole tokens and the assistant's mask.
+    """Return a flat batch as a lazy stack `[n]` of rows with complete token sequences and the assistant's mask.
 
     Args:
         td: a flat batch.

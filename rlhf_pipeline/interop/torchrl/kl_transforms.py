@@ -409,7 +409,7 @@ _HARMLESS = {"use_ray_service": (False,)}
 
 
 def refuse_arguments(kind: type, unknown: dict[str, Any]) -> None:
-    """Reject arguments that a KL transform does not take; TorchRL's `use_ray_service=False` is allowed."""
+    """Reject arguments that a KL transform does not accept; TorchRL's `use_ray_service=False` is allowed."""
     arguments = set(kind.__init__.__annotations__) - {"unknown", "return"}
     refuse_unknown("KLRewardTransform", unknown, arguments, _REASONS, _HARMLESS)
 

@@ -382,7 +382,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         return batch, pad_rows([torch.tensor(mask) for _, mask in encoded], side="left")[0].bool()
 
     def read_batch(self, tensordict: TensorDictBase, padding_side: Side = "left") -> TokenBatch:
-        """Read whole sequences; text and histories are encoded first, by `input_mode`."""
+        """Read complete sequences; text and histories are encoded first, by `input_mode`."""
         if self.input_mode == "tokens" or leaf(tensordict, _sub(self.tokens_key, "full")) is not None:
             return super().read_batch(tensordict, padding_side)
         batch, _ = self._read_full(tensordict)
@@ -396,7 +396,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         padding_side: Side = "left",
         **options: Any,
     ) -> D.Distribution:
-        """Return the distribution of the assistant's tokens: those that a policy produced, over all turns.
+        """Return the distribution of the assistant's tokens: the tokens that a policy produced, over all turns.
 
         For histories the mask comes from the chat template's generation markers.
         """
@@ -454,7 +454,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
 
 
 def scratch_policy(alphabet: str, *, seed: int = 0, **options: Any) -> CausalLMPolicy:
-    """Make a tiny policy in memory: one token per character, random weights.
+    """Create a tiny policy in memory: one token per character, random weights.
 
     >>> policy = scratch_policy("0123456789=", hidden_size=16, num_layers=1, num_heads=2)
     >>> policy.tokenizer.encode("10="), policy.tokenizer.decode([3, 2, 12, 1], skip_special_tokens=True)

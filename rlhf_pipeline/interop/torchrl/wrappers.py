@@ -80,7 +80,7 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
 
 
 class WrapperAdapter:
-    """Makes the core accept TorchRL's wrappers wherever it takes a policy or an actor."""
+    """Allows the core to use TorchRL's wrappers as policies and actors."""
 
     def matches(self, model: object) -> bool:
         """Return whether a model is a TorchRL wrapper."""

@@ -1,4 +1,4 @@
-"""What a page asks for, by its address: the same answers from the server and in a report."""
+"""The answers to the requests of pages, by address: the same from the server and in a report."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _about(view: View) -> Answer:
 
 
 def exported(views: Sequence[View], run: str, query: Query) -> tuple[View, list[str]]:
-    """Return the run that is asked for, and the conditions that choose what the same question shows.
+    """Return the requested run, and the conditions that select the rows that the same request shows.
 
     Raises:
         MissingKeyError: there is no such run, or trajectory whose prompt is asked for.
@@ -116,7 +116,7 @@ def exported(views: Sequence[View], run: str, query: Query) -> tuple[View, list[
 
 
 def view_of(views: Sequence[View], run: str) -> View:
-    """Return a run by its place, or a store of its evaluations by `PLACE~NAME`."""
+    """Return a run by its position, or a store of its evaluations by `POSITION~NAME`."""
     number, _, evaluation = run.partition("~")
     if not number.isdecimal() or len(number) > 18 or int(number) >= len(views):
         raise MissingKeyError(f"there is no run {run[:20]}.")

@@ -49,7 +49,7 @@ _POLICY = (
 
 
 class Guard:
-    """Lets only requests pass that come from this server's own pages, or from users with the key.
+    """Accepts only requests from this server's own pages, or from users with the key.
 
     A page of another site reaches a loopback address too: by its own requests (Origin, Sec-Fetch-Site) or by a name
     that it lets point here (Host). On a shared machine any user reaches it, so a cookie is needed, which the key buys.
@@ -124,7 +124,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
             return JSONResponse({"error": str(error)}, 400, _HEADERS)
 
     def export(request: Request) -> Response:
-        """Write what a page shows to a file that goes with the answer; the store is read, never written."""
+        """Write the rows of a page to a file that is sent with the answer; the store is read, never written."""
         query = {name: request.query_params.getlist(name) for name in request.query_params}
         kind, folder = request.path_params["kind"], tempfile.TemporaryDirectory(prefix="rlhf-export-")
         try:
@@ -143,7 +143,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
         )
 
     def note(request: Request, body: bytes) -> Response:
-        """Record a note in the file beside a run; the run and its store are read, never written."""
+        """Record a note in the file next to a run; the run and its store are read, never written."""
         try:
             with lock:
                 view = view_of(views, request.path_params["run"])
