@@ -217,9 +217,9 @@ def test_the_shares_of_tokens_are_those_of_the_committed_runs(monkeypatch):
     there = {arm: statistics.median(one["there"] for one in found.values()) for arm, found in by_arm.items()}
     page = " ".join((HERE.parent / "docs" / "learner.md").read_text(encoding="utf-8").split())
     for arm, text in (
-        ("freshness-weighted", "reach a reward of 0.5 with {:.2f} times the generated tokens"),
-        ("uniform", "Uniform replay needs {:.2f} times"),
-        ("fresh x3", "three steps on the newest rollout {:.2f} times"),
+        ("freshness-weighted", "reaches a reward of 0.5 with {:.2f} times as many generated tokens"),
+        ("uniform", "The factor is {:.2f} for uniform replay"),
+        ("fresh x3", "{:.2f} for three steps on the newest rollout"),
     ):
         assert text.format(there[arm] / there["fresh"]) in page, arm
 
