@@ -69,7 +69,7 @@ def episode_bounds(rows: Trajectories) -> list[int]:
     if not in_turn or (EPISODE_ID in rows and (np.diff(rows.numbers(EPISODE_ID))[~last[:-1]] != 0).any()):
         raise DataError(
             f"the {rows.n} rows are not complete episodes: {EPISODE_ROW} {position[:8].tolist()} and {EPISODE_SIZE} "
-            f"{size[:8].tolist()}. Pass all rows of an episode in one call, one after the other."
+            f"{size[:8].tolist()}. Pass all rows of an episode in one call, consecutively."
         )
     return bounds
 

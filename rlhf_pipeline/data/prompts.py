@@ -100,8 +100,8 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
         raise
     except (IndexError, StopIteration) as error:
         raise DefinitionError(
-            f"prompts: {name} has no prompt {at} ({type(error).__name__}: {error}). If the source is finite, give "
-            "it a method __len__; its prompts are then used epoch by epoch."
+            f"prompts: {name} has no prompt {at} ({type(error).__name__}: {error}). If the source is finite, "
+            "define its method __len__; its prompts are then used epoch by epoch."
         ) from error
     except Exception as error:
         raise DefinitionError(

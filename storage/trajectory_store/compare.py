@@ -56,7 +56,7 @@ class StoreDiff:
             if names:
                 lines.append(f"columns only on the {side}: {', '.join(names)}")
         if self.redefined:
-            lines.append(f"columns with another definition: {', '.join(self.redefined)}")
+            lines.append(f"columns with a different definition: {', '.join(self.redefined)}")
         for name, pairs in self.changed.items():
             left, right = pairs[0].tolist()
             lines.append(f"column '{name}' differs in {len(pairs)} trajectories, first ids {left} and {right}")

@@ -74,7 +74,7 @@ def time_after(newest_ns: int) -> int:
         raise WriteFailedError(
             errno.EOVERFLOW,
             f"the time is {now} ns, but a store supports times below {MAX_TIME_NS} ns (in the year 2116). Nothing "
-            "was written; set the clock of this machine, then append again",
+            "was written; correct the clock of this machine, then append again",
         )
     return now
 
@@ -82,7 +82,7 @@ def time_after(newest_ns: int) -> int:
 def per_name(numbers: Any, most: Mapping[str, int]) -> dict[str, int]:
     """Check integers by name: exactly these names, each from 0 to its limit; raise as `whole` does."""
     if set(numbers) != set(most):
-        raise ValueError(f"{list(numbers)} are not {list(most)}")
+        raise ValueError(f"{list(numbers)} do not match {list(most)}")
     return {name: checked_int(numbers[name], limit) for name, limit in most.items()}
 
 

@@ -66,7 +66,7 @@ def batch_from(schema: Schema, data: Any) -> Batch:
 
 def _neither(data: Any) -> BatchError:
     return BatchError(
-        f"a batch is a dict by column, a table or data frame, or a list or generator of dicts; got "
+        f"a batch must be a dict of columns, a table or data frame, or a list or generator of dicts; got "
         f"{type(data).__name__}."
     )
 

@@ -837,7 +837,7 @@ def _check_records(segment: LocalSegment, report: VerifyReport) -> int:
             covered = max(covered, last)
             continue
         if record.meta_crc != segment.meta_crc or record.ordinal != segment.ordinal:
-            report.problem(f"{name}: zarr.json or the folder differs from the one with which record {seq} was written")
+            report.problem(f"{name}: zarr.json or the folder does not match the commit record {seq}")
         report.catalog_numbers.add(record.catalog)
         if record.kind != KIND_ROWS:
             if seq != end - 1:

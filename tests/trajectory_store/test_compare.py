@@ -114,7 +114,7 @@ def test_columns_of_another_kind(tmp_path):
         b.append({"n": [1, 3], "x": [1, 2]})
         found = diff(a, b)
         assert (found.redefined, list(found.changed)) == (["x"], ["n"])
-        assert "columns with another definition: x" in str(found)
+        assert "columns with a different definition: x" in str(found)
         assert diff(a, b, ignore=["x", "n"]).same
 
 

@@ -306,7 +306,9 @@ def test_rows_are_a_batch(store):
     with pytest.raises(UnknownColumnError, match=r"row 0: the store has no column 'rewart'\. Did you mean 'reward'"):
         store.append([{"tokens": [7], "rewart": 2.0}])
     for wrong in (3, "rows", [1, 2], lambda row: row):
-        with pytest.raises(BatchError, match="a batch is a dict by column, a table or data frame, or a list or gen"):
+        with pytest.raises(
+            BatchError, match="a batch must be a dict of columns, a table or data frame, or a list or gen"
+        ):
             store.append(wrong)
     assert len(store) == 12
 

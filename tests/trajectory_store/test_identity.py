@@ -189,11 +189,11 @@ def test_a_clock_beyond_all_bounds_is_refused(tmp_path, monkeypatch, backend):
         ids = store.append({"tag": [1]})
         with monkeypatch.context() as patches:
             patches.setattr(time, "time_ns", lambda: 1 << 62)
-            with pytest.raises(WriteFailedError, match="set the clock"):
+            with pytest.raises(WriteFailedError, match="correct the clock"):
                 store.append({"tag": [2]})
-            with pytest.raises(WriteFailedError, match="set the clock"):
+            with pytest.raises(WriteFailedError, match="correct the clock"):
                 store.update(ids, later=1)
-            with pytest.raises(WriteFailedError, match="set the clock"):
+            with pytest.raises(WriteFailedError, match="correct the clock"):
                 TrajectoryStore.create(tmp_path / "t", SCHEMA, backend=backend)
         store.append({"tag": [3]})
     with TrajectoryStore.open(path) as store:
@@ -269,7 +269,7 @@ def test_a_damaged_time_is_found_before_it_orders_rows(tmp_path):
     file.write_bytes(data)
     with TrajectoryStore.open(path, "a") as store:
         with pytest.warns(
-            RuntimeWarning, match="20 rows have no time, so their order is estimated: commit 0 is damaged"
+            RuntimeWarning, match="20 rows are without a time, so the order is estimated: commit 0 is damaged"
         ):
             assert len(store.ids()) == 20
         assert len(store.append({"tag": [9]})) == 1

@@ -173,7 +173,7 @@ class Commit:
             if not commit.n_rows and commit.starts != ends:
                 raise ValueError("an end has elements")
             if commit.before and (len(commit.before) != BLOCK - 1 or commit.seq % BLOCK != BLOCK - 1):
-                raise ValueError("'before' is not of this block")
+                raise ValueError("'before' does not belong to this block")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CorruptionError(
                 f"object {key} is damaged: in its record a field is missing or wrong ({error})."
@@ -183,7 +183,7 @@ class Commit:
 
 def _crcs(crcs: Any, names: Collection[str]) -> dict[str, int | str]:
     if set(crcs) != set(names):
-        raise ValueError(f"{list(crcs)} are not {list(names)}")
+        raise ValueError(f"{list(crcs)} do not match {list(names)}")
     for crc in crcs.values():
         if isinstance(crc, str):
             bytes.fromhex(crc)

@@ -235,7 +235,7 @@ def test_a_finite_source_of_ones_own_is_taken_epoch_by_epoch():
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        (lambda cursor: [Prompt(text="a")][cursor], "has no prompt 1 .*give it a method __len__"),
+        (lambda cursor: [Prompt(text="a")][cursor], "has no prompt 1 .*define its method __len__"),
         (lambda cursor: "text", "returned str; it must return a rlhf_pipeline.Prompt"),
         (lambda cursor: {}["x"], r"prompt\(1, 0\) raised KeyError"),
         (lambda cursor: Prompt(text="a", meta={"x": object()}), "meta 'x' is of type object, which JSON does not have"),
