@@ -439,14 +439,14 @@ def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None
         return
     if not broken[0].by and broken[0].broken:
         raise RewardError(
-            f"the environment failed in all {len(broken)} conversations; the first with {broken[0].error}. This "
+            f"the environment failed in all {len(broken)} conversations; the first error is {broken[0].error}. This "
             "rollout was not stored; it will be sampled again, token for token. Fix the environment, then repeat "
             "the command with --resume."
         )
     reward = next((reward for reward in rewards if reward.label == broken[0].by), rewards[0])
     name = getattr(reward.function, "__qualname__", reward.label)
     raise RewardError(
-        f"all {len(broken)} calls of the reward function {name} failed; the first with {broken[0].error}. This "
+        f"all {len(broken)} calls of the reward function {name} failed; the first error is {broken[0].error}. This "
         "rollout was not stored; it will be sampled again, token for token. Fix the function, then repeat the "
         "command with --resume."
     )

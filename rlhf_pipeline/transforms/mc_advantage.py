@@ -654,7 +654,7 @@ class MCAdvantage(Transform):
             DefinitionError: always, with the alternative.
         """
         raise DefinitionError(
-            "groups are shared through a store, where they survive a kill, and not through memory. Create a "
+            "groups are shared through a store, where they survive a kill, not through memory. Create a "
             "TrajectoryReplayBuffer for the same folder in each process; members from all processes complete a "
             "group."
         )

@@ -231,7 +231,7 @@ class ScoringBeside:
         if tokens is None or scored != batch.n:
             raise EngineError(
                 f"the engine reported the end of {scored} of {batch.n} completions, so the others have no reference "
-                "log-probs; none of the rollout was stored. Its `generate` must call `ended` for each completion."
+                "log-probs, and the rollout was not stored. Its `generate` must call `ended` for each completion."
             )
         with torch.cuda.stream(self._stream):
             values = placed(self._passes, tokens, fill=math.nan)

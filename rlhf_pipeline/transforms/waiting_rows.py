@@ -95,7 +95,7 @@ class WaitingRows:
         later_columns = (self.store.schema.find(column_name(key)) for key in later)
         if fixed := [column.name for column in later_columns if column is not None and not column.mutable]:
             raise DefinitionError(
-                f"rows of {self.store.path} that wait for their group receive {', '.join(fixed)} when it is "
+                f"rows of {self.store.path} receive {', '.join(fixed)} when their group is "
                 "complete: create these columns with mutable=True."
             )
 

@@ -234,7 +234,9 @@ def _real(turn: Any, columns: int, number: int) -> Tensor:
     if mask is None:
         return torch.ones(columns, dtype=torch.bool)
     if mask.numel() != columns:
-        raise DataError(f"Turn {number} has {columns} columns of tokens and {mask.numel()} of {keys.ATTENTION_MASK!r}.")
+        raise DataError(
+            f"Turn {number} has {columns} columns of tokens, but {mask.numel()} of {keys.ATTENTION_MASK!r}."
+        )
     return mask.reshape(-1).bool().cpu()
 
 

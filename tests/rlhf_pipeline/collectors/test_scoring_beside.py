@@ -201,7 +201,7 @@ def test_an_engine_that_passes_nothing_on_is_found_out(tmp_path: Path):
 
         collector.policy.engine.generate = silent  # type: ignore[method-assign]
         with pytest.raises(
-            EngineError, match=r"reported the end of 1 of 16 completions.* none of the rollout was stored"
+            EngineError, match=r"reported the end of 1 of 16 completions.* and the rollout was not stored"
         ):
             collector.collect(0, policy_version=0)
         assert len(collector.buffer.store) == 0

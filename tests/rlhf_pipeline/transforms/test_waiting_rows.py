@@ -382,7 +382,9 @@ def test_columns_that_a_complete_group_updates_must_be_mutable(tmp_path):
     given = {"advantage": Column("advantage", "float32", fill=0.0), "degenerate": Column("degenerate", "bool")}
     schema = Schema([given.get(column.name, column) for column in trajectory_schema()])
     storage = TrajectoryStorage(tmp_path / "s", schema=schema)
-    with pytest.raises(DefinitionError, match=r"receive degenerate, advantage when it is complete: .*mutable=True"):
+    with pytest.raises(
+        DefinitionError, match=r"receive degenerate, advantage when their group is complete: .*mutable=True"
+    ):
         TrajectoryReplayBuffer(storage=storage, transform=MCAdvantage(2))
     storage.close()
 
