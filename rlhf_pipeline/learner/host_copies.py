@@ -14,7 +14,7 @@ _SHARE: Final = 0.5
 """The share of the available host memory that new copies may take; the rest is left to sampling and the page cache."""
 
 Queued = Mapping[torch.device, Any]
-"""For each CUDA device an event after the work that was queued there."""
+"""For each CUDA device, an event after the work that was queued on it."""
 
 
 class HostCopies:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.learner.distributed import Shards
 
 _LARGE_ADVANTAGE = 1e6
-"""Above this, the rewards are to blame for a gradient that overflows."""
+"""Above this value, the rewards cause a gradient that overflows."""
 _ROW = torch.zeros(1, 2)
 _NOTHING = LossBatch(
     tokens=_ROW.long(),
@@ -66,7 +66,7 @@ _NOTHING = LossBatch(
     proximal=_ROW,
     weight=_ROW,
 )
-"""The batch of a process that has no micro-batch left while the others gather weights: a row without weight."""
+"""The batch of a process without further micro-batches while other processes gather weights: a row without weight."""
 
 
 class Learner:
@@ -182,7 +182,7 @@ class Learner:
             policy, peak_flops=config.peak_flops, processes=1 if shards is None else shards.world_size
         )
         self._allowed_gap = rounding(policy.head_weight, fine=1e-5, coarse=5e-3) if check_sampler else None
-        """The difference of sampled and scored log-probs that rounding explains; None if it is not checked any more."""
+        """The difference of sampled and scored log-probs that rounding explains; None if it is no longer checked."""
         self._notices: list[str] = [] if eager is None else [eager]
         self._passed = (0, 0, -1)
         self._proximal = ProximalLogProbs()

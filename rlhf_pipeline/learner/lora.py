@@ -16,7 +16,7 @@ from rlhf_pipeline.policies.token_policy import TokenPolicy
 from rlhf_pipeline.policies.weight_files import named_write_errors
 
 BASE: Final = "base"
-"""The folder of a checkpoint with the model that its adapters belong to."""
+"""The folder of a checkpoint with the base model of its adapters."""
 
 
 def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, seed: int) -> None:

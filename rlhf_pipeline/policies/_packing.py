@@ -20,7 +20,7 @@ from rlhf_pipeline.data.upload import upload
 from rlhf_pipeline.policies._scoring import HostBatch, Int64Array
 
 MIN_SHARED_TOKENS = 8
-"""A common prefix shorter than this is computed row by row: one more attention call costs more than it saves."""
+"""A common prefix shorter than this is computed row by row, because another attention call costs more than it saves."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ NAME: Final = "rlhf_pipeline"
 
 _lock = threading.Lock()
 _uses: dict[int, tuple[int, str]] = {}
-"""By the id of a config that has the name: by how many contexts, and its own implementation."""
+"""By the id of a config with this name: the number of contexts, and the original implementation."""
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from trajectory_store.recorder.text_codec import messages_of
 Message = Mapping[str, Any]
 
 CUT: Final = " [cut]"
-"""The mark at the end of a reply that was cut."""
+"""The mark at the end of a truncated reply."""
 _CHARACTERS_A_TOKEN: Final = 32
-"""No more of a text is encoded to see that it is too long."""
+"""Characters per token of a limit that are encoded to determine that a text is too long."""
 _MARK = "assistants-turn-goes-here"
 _MARKS = re.compile(r"message-(\d+)-goes-here")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -33,13 +33,13 @@ Measured forward and backward on one core, 4 layers: a segment costs 110 us a la
 width of 64 and 75 us at 256.
 """
 IN_ONE_KERNEL: Final = LayoutCosts(position=1.0, segment=0.0)
-"""Where one kernel takes all segments, on a device that has no entry."""
+"""Used if one kernel processes all segments, on a device without an entry."""
 MEASURED: Final[dict[str, LayoutCosts]] = {
     # The shape of Qwen2-0.5B in bfloat16, 57,762 padded positions in 0.968 s, 52,995 packed ones in 0.711 s and 38,421
     # with shared prompts in 0.516 s (benchmarks/results/gpu_check_h200.json).
     "NVIDIA H200": LayoutCosts(position=0.80, segment=0.0),
 }
-"""By the name of a CUDA device, where one kernel takes all segments."""
+"""By the name of a CUDA device, if one kernel processes all segments."""
 
 
 def costs_on(weight: Tensor) -> LayoutCosts:

@@ -23,7 +23,7 @@ from trajectory_store.recorder.text_codec import tokenizer_at
 _log = logging.getLogger("rlhf_pipeline")
 _quiet_lock = threading.Lock()
 _quiet: list[bool] = []
-"""For each context of `quiet_progress` that is open, whether progress bars were on before it."""
+"""For each open context of `quiet_progress`, whether progress bars were enabled before it."""
 
 
 @contextmanager

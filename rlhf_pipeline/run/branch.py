@@ -19,7 +19,7 @@ from rlhf_pipeline.run.lookup import is_run
 from rlhf_pipeline.run.record import Setup
 
 _LEFT_BEHIND = frozenset({MANIFEST, "state.json", "uses.safetensors", "proximal.safetensors"})
-"""What counts the steps and trajectories of the first run, and means nothing in the new one."""
+"""Files that count the steps and trajectories of the first run and have no meaning in the new run."""
 
 
 def checkpoint_named(text: str) -> tuple[RunFolder, Path]:

@@ -68,7 +68,7 @@ class Models:
     policy: TokenPolicy
     reference: TokenPolicy | AdaptersOff | None
     trained: TokenPolicy | None = None
-    """Under torchrun: the sharded policy that learns, while `policy` is a whole copy that samples."""
+    """Under torchrun: the sharded policy that learns; `policy` is then a complete copy that samples."""
     shards: Shards | None = None
 
 

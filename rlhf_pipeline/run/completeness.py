@@ -33,7 +33,7 @@ _FOLDERS: Final = (
     *(filenames.CHECKPOINTS, filenames.STORE, filenames.EVALUATIONS, filenames.ROLLOUTS, filenames.WEIGHTS),
     *(filenames.CLAIMS, filenames.LOGS, filenames.SOURCE, filenames.INPUTS),
 )
-"""The folders that a start makes."""
+"""The folders that a start creates."""
 
 
 def is_free(run: RunFolder) -> bool:

@@ -47,7 +47,7 @@ _SCHEDULE: Final = frozenset(
 _LEARNING: Final = frozenset(
     {"learn.max_grad_norm", "learn.weight_decay", "loss.clip_low", "loss.clip_high", "loss.entropy_coeff"}
 )
-"""Fields that a person changes while watching a run; what is learned from then on changes with them."""
+"""Fields that users change while they watch a run; they affect what is learned from then on."""
 
 
 _OF_A_STEP: Final = _SCHEDULE | _LEARNING | {"learn.token_budget", "learn.layout", "learn.compile"}
@@ -57,7 +57,7 @@ _STAYS: Final = frozenset(
     {f"policy.{name}" for name in ("type", "alphabet", "hidden_size", "num_layers", "num_heads")}
     | {"policy.lora_rank", "policy.lora_targets", "learn.optimizer"}
 )
-"""Fields that determine which tensors a checkpoint has: a run that begins with one has them, too."""
+"""Fields that determine the tensors of a checkpoint; a run that starts from a checkpoint must keep them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Change:
 _OTHER_EVALUATIONS: Final = frozenset(
     ("num_prompts", "group_size", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "prompts")
 )
-"""Fields of `evaluate`, or of a set of it, after whose change evaluations are not compared with the earlier ones."""
+"""Fields of `evaluate` or of a set; after a change, evaluations are not compared with earlier ones."""
 
 
 def _makes_others(field: str) -> bool:

@@ -36,7 +36,7 @@ NOT_OF_AN_EVALUATION: Final[Mapping[str, str]] = {
     **dict.fromkeys(("evaluate.every", "evaluate.at_start", "evaluate.keep_best", "evaluate.best"), _FIGURES),
     **dict.fromkeys(("evaluate.success", "evaluate.success_at"), _FIGURES),
 }
-"""Fields, or groups of them, that do not decide the rows of an evaluation, each with the reason."""
+"""Fields, or groups of fields, that do not determine the rows of an evaluation, each with the reason."""
 
 
 def evaluation_identity(pipeline: Pipeline, evaluate: Evaluate) -> dict[str, Any]:

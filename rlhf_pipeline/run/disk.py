@@ -24,9 +24,9 @@ _LEAST_FREE: Final = 10**9
 _DAY_H: Final = 24.0
 _MEASURE_EVERY_S: Final = 60.0
 _REMEMBERED: Final = 60
-"""Measurements that a rate is taken from: those of an hour."""
+"""The number of measurements from which a rate is computed: one hour."""
 _LEAST_S: Final = 120.0
-"""A shorter time does not predict a day."""
+"""A shorter time cannot predict a day."""
 
 
 def disk_usage(place: Address) -> int:
@@ -44,7 +44,7 @@ class RunUsage:
     """The bytes that a run takes on disk."""
 
     growing: int
-    """Without checkpoints: `learn.keep_checkpoints` of them stay, however long a run continues, so they are no rate."""
+    """Without checkpoints: a run always keeps `learn.keep_checkpoints` of them, so they do not grow."""
     checkpoints: int
 
     @property
@@ -66,9 +66,9 @@ class Room:
     free: int
     """Bytes that are free on the disk."""
     used: int
-    """Bytes that the run takes."""
+    """Bytes that the run uses."""
     allowed: int | None
-    """`buffer.max_bytes`, the most that it may take; None for all that is free."""
+    """`buffer.max_bytes`, the maximum that the run may use; None allows all free space."""
 
     @property
     def left(self) -> int:
@@ -138,10 +138,10 @@ class DiskWatch:
         self._samples: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)
         self._has_warned = False
         self._growing = self._checkpoints = self._newest_checkpoint = 0
-        """Bytes, as of the last measurement: without checkpoints; of these; and of the newest one."""
+        """Bytes at the last measurement: without checkpoints, of all checkpoints, and of the newest checkpoint."""
         self._written_then = self._written_before = written()
         self._most_at_once = 0
-        """The most bytes that were written between two looks."""
+        """The maximum number of bytes that were written between two measurements."""
 
     @property
     def used(self) -> int:
@@ -229,4 +229,4 @@ def _is_about_the_folder(run: RunFolder, error: OSError) -> bool:
 
 
 _OF_A_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE})
-"""Numbers of errors that a write without a file name can raise."""
+"""Error numbers that a write without a file name can raise."""

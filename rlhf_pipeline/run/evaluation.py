@@ -45,7 +45,7 @@ from rlhf_pipeline.run.signals import StopRequest
 from trajectory_store import TrajectoryStore
 
 _PROMPT_SEED: Final = 0
-"""Seeds the choice of prompts, so that runs of other seeds are evaluated on the same ones."""
+"""Seeds the choice of prompts, so that runs with different seeds are evaluated on the same prompts."""
 _STREAMS: Final = 0x5EED
 """Added to the run's seed for the random numbers of an evaluation."""
 

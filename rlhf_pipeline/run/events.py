@@ -39,9 +39,9 @@ class EvaluationDone:
 
     step: int
     best: bool
-    """Whether the figure that decides is the highest so far."""
+    """Whether the figure that selects the best checkpoint is the highest so far."""
     name: str = ""
-    """Of the set of prompts; empty for a definition's only one."""
+    """The name of the set of prompts; empty if a definition has only one set."""
     figures: Mapping[str, float | int | None]
 
 

@@ -40,7 +40,7 @@ from trajectory_store.new_files import write_atomically
 logger = logging.getLogger(__name__)
 
 ALONE: Final = "run"
-"""The name of a process that has the run for itself."""
+"""The name of a process that uses the run exclusively."""
 
 
 class RunFolder:

@@ -15,11 +15,11 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.record import Setup
 
 _PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Loggers that need a package and module of the same name."""
+"""Loggers that need a package and a module of the same name."""
 
 
 Samples = Callable[[int, int], list[list[Any]]]
-"""Returns rows of `SAMPLE` for so many of the trajectories that a step learned from."""
+"""Returns rows of `SAMPLE` for this many of the trajectories that a step learned from."""
 
 SAMPLE: Final = ("prompt", "completion", "task_reward", "advantage")
 """The columns of a table of samples."""

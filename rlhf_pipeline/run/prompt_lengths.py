@@ -46,7 +46,7 @@ _WORTH_REMEMBERING: Final = 1000
 _SECONDS_A_NOTICE: Final = 5.0
 
 TooLong = dict[int, int]
-"""The tokens of the prompts that are too long, by position; for a very long one, of its beginning alone."""
+"""The tokens of the prompts that are too long, by position; for a very long prompt, only those of its beginning."""
 
 
 def check_prompts(pipeline: Pipeline, policy: TokenPolicy, seed: int, on_event: EventHandler = ignore_events) -> None:

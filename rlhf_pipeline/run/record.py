@@ -48,7 +48,7 @@ class RunConfig:
     """The definition as plain data, for people to read; a resume loads the definition itself."""
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
-    """Number of threads and processor: both can move the last bits of a sum."""
+    """Number of threads and processor: both can change the last bits of a sum."""
     place: Mapping[str, str]
     """Machine, user and path where it was last started; see `run.inputs.place`."""
     begun_from: Mapping[str, Any] | None
@@ -60,7 +60,7 @@ class Setup:
     """The settings with which a process starts or continues a run."""
 
     pipeline: Pipeline
-    """The definition, overrides applied."""
+    """The definition with overrides applied."""
     definition: str = ""
     """Where the definition came from, as in `RunConfig`."""
     overrides: Sequence[tuple[str, str]] = ()

@@ -43,9 +43,9 @@ _FIELDS: Final = {
 """Fields of a definition that may hold code, each with its description and the consequence of an edit."""
 
 GRADERS: Final = ("reward", "environment")
-"""The fields whose code decides rewards."""
+"""The fields whose code determines rewards."""
 _EVALUATED: Final = (*GRADERS, "evaluate.prompts")
-"""The fields whose code decides the rows of evaluations."""
+"""The fields whose code determines the rows of evaluations."""
 _OF_STEPS: Final = ("loss.objective", "sample.strategy")
 """The fields that steps on stored trajectories depend on."""
 

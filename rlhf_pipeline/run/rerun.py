@@ -45,10 +45,10 @@ _OWN_FIELDS = frozenset(
         "left_out",
     }
 )
-"""The fields of a ledger row whose rows the learner itself chose; others mean that a caller chose them."""
+"""The fields of a ledger row if the learner selected the rows; other fields mean that a caller selected them."""
 
 _CLOSE = 1e-3
-"""The largest relative difference from the recorded loss on a device that does not repeat its bits."""
+"""The largest relative difference from the recorded loss on a device without bitwise repeatability."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

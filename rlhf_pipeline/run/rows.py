@@ -28,7 +28,7 @@ _STEP: Final = re.compile(rb'\{"step": ?(\d+)[,}]')
 _SEAL: Final = re.compile(rb',"crc32c":(\d+)\}\n\Z')
 _CHUNK: Final = 1 << 13
 _NEAR: Final = 8
-"""Lines that are read one by one on the way to a step's."""
+"""The number of lines that are read one by one to reach the line of a step."""
 
 
 class StepRows(Sequence[Row]):
@@ -51,7 +51,7 @@ class StepRows(Sequence[Row]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._first = self.last_step = self._last_start = self._end = 0
-        """The first step; the last one, 0 if there are no rows; where its line starts, and ends."""
+        """The first step; the last step, 0 if there are no rows; the start and the end of its line."""
         self._last_line, self._size = b"", -1
         """The last line, and the bytes of the file, as of the last refresh."""
         self.is_torn = False

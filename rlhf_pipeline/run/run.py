@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run(Setup):
-    """What a run is; every way to start one makes this first."""
+    """The settings of a run; every way to start a run creates this object first."""
 
     run_dir: Address
     """The run folder."""
@@ -51,11 +51,11 @@ class Run(Setup):
     """Continue from the newest checkpoint there. Without it the folder must be free; one that a failed start left is
     taken over."""
     joins: Literal["collect", "learn"] | None = None
-    """What this process does in a run of several; it continues by the same command. None has the run for itself."""
+    """The role of this process in a run of several processes; None if it uses the run exclusively."""
     supervised: SupervisorConfig | None = None
     """The collectors and the learner under a supervisor; None runs everything in this process."""
     progress_timeout_s: float | None = None
-    """How long this process may be in one rollout or step before it ends itself; None for ever."""
+    """How long this process may spend in one rollout or step before it ends itself; None sets no limit."""
     command: str = ""
     """The command that starts this run, without `--resume`; empty if a program starts it."""
 

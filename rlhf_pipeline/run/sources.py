@@ -107,7 +107,7 @@ class ArrivedRollouts(_Collected):
     ) -> None:
         super().__init__(pipeline, parts, on_event)
         self.done = RolloutSet()
-        """Rollouts that the steps so far began."""
+        """Rollouts that steps have begun so far."""
         self._pipeline = pipeline
         self._rollouts = rollouts
         self._run = run
@@ -119,7 +119,7 @@ class ArrivedRollouts(_Collected):
         self._current: tuple[StoredRollout, Ints, int] | None = None
         """The current rollout, its rows that have a reward, and how many have none."""
         self._digests: dict[int, int] = {}
-        """Of the weights that this process published, by version, as far back as the staleness limit reaches."""
+        """Digests of the weights that this process published, by version, as far back as the staleness limit allows."""
 
     def note_weights(self, version: int, digest: int) -> None:
         """Note which weights are published: those of the next step, or newer ones while steps are taken again."""

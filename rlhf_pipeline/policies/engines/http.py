@@ -55,7 +55,7 @@ START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-m
 """The command that starts a suitable server."""
 
 PATIENCE_S = 300.0
-"""Seconds that a server may be out of reach: enough to restart it."""
+"""Seconds that a server may be unreachable: enough to restart it."""
 
 _CONNECTIONS = 64
 _HEALTH_EVERY_S = 10.0
@@ -356,7 +356,7 @@ class _ServerCall:
         self.versioned = versioned
         self._deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
         self._heard = self._looked = time.monotonic()
-        """When the server last answered, and when it was last asked for its health."""
+        """The times of the server's last response and of the last health request."""
         self._lock = threading.Lock()
         self._open: set[str] = set()
         self._connections: list[http.client.HTTPConnection] = []

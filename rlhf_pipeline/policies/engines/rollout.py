@@ -170,13 +170,13 @@ class EngineRollout:
         """The number of tokens of each completion so far."""
         self.sampled_ids = np.zeros((self.count, 0), dtype=np.int32)
         self.sampled_log_probs = np.zeros((self.count, 0), dtype=np.float32)
-        """Of each completion, with room for more tokens: `[N, W]`."""
+        """Tokens of each completion, with space for further tokens: `[N, W]`."""
         self.sampled_log_mass = None if self.truncation is None else self.sampled_log_probs
         self.version = engine.version
-        """Of the weights that sampled the tokens at hand: an answer to one of them may come after newer weights."""
+        """The version of the weights that sampled the current tokens: a reply may arrive after newer weights."""
         self.out_rows: list[Int64Array] = []
         self.out_versions: list[int | None] = []
-        """Per step, the completions that got a token, and the version of the weights."""
+        """Per step, the completions that received a token, and the version of the weights."""
         self.unreported: list[int] = []
         """Completions that have ended since the last `report`."""
         self.stopped = np.zeros(self.count, dtype=np.bool_)

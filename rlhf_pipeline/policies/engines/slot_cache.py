@@ -33,7 +33,7 @@ from rlhf_pipeline.policies.model_parts import ModelParts
 _HEADROOM = 64
 """Columns kept free beyond the live window when the cache is laid out again."""
 _STATES = ("conv_states", "recurrent_states")
-"""Where transformers' layers keep their states, by number."""
+"""The attributes in which transformers' layers keep their states, by number."""
 
 
 class LayerStates(NamedTuple):
@@ -51,7 +51,7 @@ class LayerStates(NamedTuple):
 Window = tuple[slice, slice, slice]
 """Rows, heads and columns."""
 States = list[LayerStates]
-"""What all layers keep."""
+"""The states of all layers."""
 
 
 class CacheLayer(LinearAttentionLayer, CacheLayerMixin):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -266,7 +266,7 @@ class SlotRun(EngineRollout):
         self.leaves = np.zeros(0, dtype=np.bool_)
         """Which live slots are free from the next step on."""
         self.strode = 1
-        """The tokens of each row in this step, and its place among them."""
+        """The tokens of each row in this step, and the position of the step among them."""
         self.at_step = 0
         # Per live slot: its row, and the tokens in its cache.
         self.live = np.zeros(0, dtype=np.int64)
@@ -529,9 +529,9 @@ class _Turns(SlotRun):
         """The conversation of each stay."""
         self.reply_after = partner.reply_after
         self.clock = 0
-        """Token steps, those included that were skipped as nothing was live."""
+        """Token steps, including steps that were skipped because no conversation was live."""
         self.due: dict[int, list[int]] = {}
-        """By step, the conversations whose reply it takes."""
+        """By step, the conversations whose reply the step waits for."""
         self.came: dict[int, Answer] = {}
 
     @property

@@ -17,7 +17,7 @@ from rlhf_pipeline.data.keys import POLICY_ROLE, REPLY_ROLE
 from rlhf_pipeline.policies.engines.protocol import Engine, Request, WeightRefresh
 
 LONG_REPLY: Final = 16
-"""A longer reply is computed in one pass with the whole row; a shorter one token by token beside the other rows."""
+"""A longer reply is computed in one pass with the complete row; a shorter one token by token with the other rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class TurnRow:
     over: bool = False
     aborted: bool = False
     key: int = 0
-    """Keeps the random numbers of the rows of a conversation apart; 0 in the first row."""
+    """Separates the random numbers of the rows of a conversation; 0 in the first row."""
     branched: tuple[int, int] = (0, 0)
     """Of a row that continues a part of another one: the tokens and the spans of that part since its prompt. The random
     numbers of a turn follow from its place among them, too, whichever of two continuations began first."""
@@ -125,7 +125,7 @@ class Partner(Protocol):
     """Answers turns; called in the thread that samples."""
 
     reply_after: int
-    """Token steps after a turn at which a reply that was not given at once is due."""
+    """Token steps after a turn at which a reply that was not returned immediately is due."""
 
     def answer(self, ended: Sequence[EndedTurn]) -> Answers:
         """Take turns that ended together; those that the result lacks are answered later."""

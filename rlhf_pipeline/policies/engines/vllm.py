@@ -202,7 +202,7 @@ class _EngineCall:
         self._end = math.inf if deadline_s is None else time.monotonic() + deadline_s
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.DELTA)
         self._rows: dict[str, tuple[int, Sequence[Row]]] = {}
-        """By request in progress: the place of its first completion in the call, and its completions."""
+        """By request in progress: the index of its first completion in the call, and its completions."""
         self._steps = 0
 
     @property

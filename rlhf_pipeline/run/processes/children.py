@@ -85,13 +85,13 @@ class Exit:
     """How a child ended."""
 
     name: str
-    """Of the process that caused the end."""
+    """The name of the process that caused the end."""
     log: Path
-    """Of that process."""
+    """The log file of that process."""
     code: int
-    """As in `subprocess`: if negative, minus the number of the signal that killed it."""
+    """The exit code, as in `subprocess`: if negative, minus the number of the signal that killed the process."""
     advanced: bool
-    """Whether it had stored a rollout or taken a step since its start."""
+    """Whether the process had stored a rollout or taken a step since its start."""
     last_words: str
     """The last line that it wrote to stderr since its start; empty if there is none, or if it was killed."""
 
@@ -133,7 +133,7 @@ class Child:
         self._started = 0.0
         self._pulses: dict[str, _Pulse] = {}
         self._lost: tuple[str, int] | None = None
-        """Which process of the group failed, and its exit code."""
+        """The process of the group that failed, and its exit code."""
         self._steps_at_failure: deque[int] = deque(maxlen=config.max_failures)
         self._told_of: int | None = None
 

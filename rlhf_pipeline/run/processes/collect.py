@@ -37,7 +37,7 @@ from trajectory_store import TrajectoryStore
 _TRIES = 20
 _LOOK_AGAIN_S = 0.05
 _PAUSES_PER_CLAIM = 4
-"""How many of the longest pauses to wait before a rejected claim is tried again with the same weights."""
+"""The number of longest pauses to wait before a rejected claim is retried with the same weights."""
 _COPIES = 2
 """Versions of the weights of which a process keeps copies, if the run is at a URL."""
 
@@ -134,7 +134,7 @@ class _Worker:
     freed: FreedMemory = field(default_factory=FreedMemory)
     version: int = -1
     digests: dict[int, int] = field(default_factory=dict[int, int])
-    """Of the weights used for this rollout, by version."""
+    """Digests of the weights used for this rollout, by version."""
     num_rollouts: int = 0
     num_trajectories: int = 0
 

@@ -20,7 +20,7 @@ from trajectory_store.new_files import write_atomically
 logger = logging.getLogger(__name__)
 
 HUNG: Final = 3
-"""The exit code of a process that ends itself because it makes no progress: another try may help."""
+"""The exit code of a process that ends itself because it makes no progress; a retry may succeed."""
 
 RENEWAL_S: Final = 2.0
 """Seconds between two renewals of a heartbeat while the state stays the same."""
@@ -50,7 +50,7 @@ class Heartbeat:
         self.name = name
         self._progress_timeout_s = progress_timeout_s
         self.facts: dict[str, Any] = {}
-        """Fields of every beat from now on."""
+        """Fields that every later beat contains."""
         self._path = folder / f"{name}.json"
         self._started = time.time()
         self._reported: dict[str, Any] = {}

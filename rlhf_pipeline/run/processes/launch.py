@@ -13,10 +13,10 @@ from rlhf_pipeline.errors import DefinitionError
 GROUP: Final = "RLHF_PIPELINE_GROUP"
 """The environment variable with the name of a group of learner processes, a new one for each start."""
 HOST: Final = "RLHF_PIPELINE_HOST"
-"""The environment variable with the address at which the others reach the first of them; by default this machine."""
+"""The environment variable with the address of the first process for the others; by default this machine."""
 
 PLACE: Final = "RLHF_PIPELINE_PLACE"
-"""The environment variable with the number of a process among those that one supervisor started on a machine."""
+"""The environment variable with the number of a process among the processes of one supervisor on a machine."""
 
 
 def is_one_of_several() -> bool:

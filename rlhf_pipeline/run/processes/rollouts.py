@@ -132,7 +132,7 @@ class FolderRollouts(Rollouts):
         self._store = TrajectoryStore.open(folder, "a" if adds else "r")
         self._new = NewIds(self._store)
         self._row_ids: dict[int, int] = {}
-        """Row ids of rollouts that were returned and are not known yet."""
+        """Row ids of rollouts that were returned but are not yet known."""
 
     def add(self, done: StoredRollout) -> None:
         """Append a row."""

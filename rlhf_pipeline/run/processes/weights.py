@@ -39,13 +39,13 @@ class Published:
     rollouts_done: int
     """Rollouts that the learner has begun to learn from, or skipped as too old."""
     finished: str | None = None
-    """Why the run has ended, or None while it continues. Collectors leave when they see it."""
+    """Why the run has ended, or None while it continues. Collectors exit when it is set."""
     write_path: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
     digest: int = 0
-    """Of the weights; 0 in runs that are older than it."""
+    """The digest of the weights; 0 in runs that are older than this field."""
     evaluate: dict[int, int] = field(default_factory=dict[int, int])
-    """Digests of the weights that collectors are to evaluate, by version; kept until that is done."""
+    """Digests of the weights that collectors must evaluate, by version; kept until they are evaluated."""
 
 
 def publish(

@@ -66,7 +66,7 @@ class Mirror:
             raise TypeError(f"{url} is not an object store")
         self.bucket = bucket
         self.life = secrets.token_hex(8)
-        """Identifies this process, and no other."""
+        """Identifies this process uniquely."""
         self.outbox = Outbox()
         self._tags: dict[str, str] = {}
         """The last known tags of the files in the bucket."""
