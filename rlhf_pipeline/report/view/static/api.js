@@ -6,7 +6,7 @@ export const isReport = answers !== null;
 export async function get(path) {
   if (isReport) return fromReport(path);
   const reply = await fetch(`/api/${path}`, { headers: { accept: "application/json" } });
-  const found = await reply.json().catch(() => ({ error: "The server did not answer." }));
+  const found = await reply.json().catch(() => ({ error: "The server did not respond." }));
   if (!reply.ok) throw new Error(found.error);
   return found;
 }

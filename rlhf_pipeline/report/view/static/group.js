@@ -41,7 +41,7 @@ export async function groupPage(at, state, draw) {
       <p class="facts"><span>reward <b>${fmt(row.reward, 2)}</b></span>${rewardsOf(row)}${returned ? html`<span>return <b>${fmt(row.return, 2)}</b></span>` : nothing}
         <span>advantage <b>${fmt(row.advantage, 2)}</b></span><span>version ${row.version ?? "–"}</span><span>${count(row.tokens, "token")}</span></p>
       <div class="adv" role="img" aria-label="advantage ${fmt(row.advantage, 2)}"><i .style=${`${a < 0 ? "right" : "left"}:50%;width:${Math.abs(a) / most * 50}%;background:var(--${a < 0 ? "cool" : "warm"})`}></i></div>
-      <div class="text2 clip" tabindex="0" role="region" aria-label="completion" dir="auto"><span class="soft">${visible(row.completion.slice(0, same))}</span>${row.completion ? visible(row.completion.slice(same)) : html`<span class="soft">no text is stored; its tokens are on its page</span>`}</div></article>`; })}</div>`);
+      <div class="text2 clip" tabindex="0" role="region" aria-label="completion" dir="auto"><span class="soft">${visible(row.completion.slice(0, same))}</span>${row.completion ? visible(row.completion.slice(same)) : html`<span class="soft">no text is stored; the tokens are on the page of the trajectory</span>`}</div></article>`; })}</div>`);
 }
 
 // A member by its reward, on one scale for the page: 0 is empty and 1 full, also where all are equal.

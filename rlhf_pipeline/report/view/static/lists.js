@@ -56,5 +56,5 @@ export async function healthPage(at, state, draw) {
 export async function definitionPage(at, state, draw) {
   const fields = Object.entries(await get(`runs/${at.run}/definition`));
   draw(html`<h1>Definition</h1>${fields.length ? html`<div class="card scroll" tabindex="0" role="region" aria-label="Fields"><table class="fields"><tbody>${fields.map(([name, value]) => html`<tr><th class="l" scope="row">${name}</th><td class="text"><div>${value === null ? "none" : visible(String(value))}</div></td></tr>`)}</tbody></table></div>`
-    : html`<p class="soft">A store alone has no definition.</p>`}`);
+    : html`<p class="soft">A store without a run has no definition.</p>`}`);
 }

@@ -96,7 +96,7 @@ export async function trajectoriesPage(at, state, draw) {
     [...fields.map(field => field.name), "prompt", "completion"].map(name => html`<option>${name}</option>`)}</select>
     <select name="sign" aria-label="Comparison">${["==", "!=", ">=", "<=", ">", "<", "~"].map(sign => html`<option>${sign}</option>`)}</select>
     <input name="value" placeholder="value" aria-label="Value" autocomplete="off"><button class="b">Add</button>
-    <p class="soft">null: no value; 0.2..0.8: a range; ~: contains this text; put text with commas in quotes</p></form></details>`;
+    <p class="soft">null: no value; 0.2..0.8: a range; ~: contains this text; enclose text with commas in quotes</p></form></details>`;
   const more = kind => `/export/${at.run}.${kind}?${new URLSearchParams([...question()].filter(([key]) => ["text", "in", "where", "prompt_of"].includes(key)))}`;
   const exports = () => isReport || !found?.matched ? nothing : html`<details class="menu"><summary class="b">export</summary><div class="card"><a href=${more("jsonl")} download>JSONL</a>
     <a href=${more("parquet")} download>Parquet</a><p class="soft">all matching rows with all columns and tokens</p></div></details>`;

@@ -59,13 +59,13 @@ export async function trajectoryPage(at, state, draw) {
     <span class="num">${fmt(first)}–${fmt(first + t.ids.length - 1)} of ${fmt(t.num_tokens)}</span><a class="b" href=${first + WINDOW < t.num_tokens ? address({ first: first + WINDOW, token: first + WINDOW }) : nothing}>later tokens ›</a></div>` : nothing;
   const paint = () => draw(html`<h1>Trajectory ${short(t.id)}</h1>
     <p class="facts">${t.group === null ? "" : html`<span>group ${link(at.run, "groups", t.group, t.group)}</span>`}<span>version ${t.version ?? "–"}${t.newest ? `–${t.newest}` : ""}</span>
-      <span>reward <b>${fmt(t.reward, 2)}</b></span>${rewardsOf(t)}${t.return === null || t.return === t.reward ? "" : html`<span title="the sum of the rewards that the advantage compares, the KL penalty among them">return <b>${fmt(t.return, 2)}</b></span>`}<span>advantage <b>${fmt(t.advantage, 2)}</b></span>
+      <span>reward <b>${fmt(t.reward, 2)}</b></span>${rewardsOf(t)}${t.return === null || t.return === t.reward ? "" : html`<span title="the sum of the rewards that the advantage compares, including the KL penalty">return <b>${fmt(t.return, 2)}</b></span>`}<span>advantage <b>${fmt(t.advantage, 2)}</b></span>
       <span>${count(t.tokens, "token")}</span><span>${finish(t)}</span>${t.spread === false ? html`<span class="chip">no spread in its group</span>` : ""}
       ${t.answer === null ? "" : html`<span>expected answer <b class="answer">${visible(t.answer)}</b></span>`}${t.engine ? html`<span>${t.engine}${t.temperature === null ? "" : `, temperature ${fmt(t.temperature, 2)}`}</span>` : ""}
       ${uses.length ? uses : html`<span>in no step</span>`}${isReport ? nothing : html`<a href="#/${at.run}/prompt/${t.id}">this prompt over time</a>`}</p>
     ${parts.length || turned.length ? html`<p class="facts">${parts.flatMap(([name, of]) => Object.entries(of).map(([part, value]) => html`<span>${visible(`${name}: ${part}`)} <b>${fmt(value, 2)}</b></span>`))}
       ${turned.map(([name, values]) => html`<span>${name === "turn_rewards" ? "reward by turn" : `${visible(name.replace("turn_reward_", ""))} by turn`} <b>${values.map(value => fmt(value, 2)).join(", ")}</b></span>`)}</p>` : nothing}
-    ${t.mask_known ? nothing : html`<p class="card" role="note">Which tokens after the prompt the policy sampled is unknown: no mask was stored.</p>`}
+    ${t.mask_known ? nothing : html`<p class="card" role="note">No mask was stored, so it is unknown which tokens after the prompt the policy sampled.</p>`}
     ${t.error ? html`<p class="card bad" role="alert">This trajectory failed: ${visible(t.error)}</p>` : nothing}
     <div class="bar">${usable.length ? html`<label>colour by <select @change=${event => { by = event.target.value; history.replaceState(null, "", address({})); paint(); curve(); }}>${usable.map(([key, m]) => html`<option value=${key} ?selected=${key === by}>${m.title}</option>`)}</select></label>` : nothing}
       <label class="check"><input type="checkbox" .checked=${shown} @change=${event => { shown = event.target.checked; history.replaceState(null, "", address({})); paint(); }}> Markdown and maths</label>
