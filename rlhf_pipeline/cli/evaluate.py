@@ -22,8 +22,8 @@ HELP = "evaluate a checkpoint of a run, or a model folder, on held-out prompts"
 DETAILS = """\
 Samples completions for the prompts in the definition's evaluate=Evaluate(...), or in --prompts, and grades them with
 the definition's reward. Reports the mean with a 95 % interval over prompts, pass@k and the length. The rows are stored
-with the run's evaluations, marked as evaluation rows, and never learned from. Rows that are already stored are read,
-not sampled again.
+with the run's evaluations, marked as evaluation rows, and never used for training. Rows that are already stored are
+read, not sampled again.
 
 examples:
   rlhf-pipeline evaluate runs/copy_digits                       the newest checkpoint

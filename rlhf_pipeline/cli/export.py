@@ -37,8 +37,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--learnable",
         action="store_true",
-        help="write only rows that may be learned from: no evaluation rows, superseded rows or rows without a trusted "
-        "reward",
+        help="write only rows that may be used for training: no evaluation rows, superseded rows or rows without a "
+        "trusted reward",
     )
     command.add_argument("--columns", nargs="+", metavar="NAME", help="write only these columns")
 

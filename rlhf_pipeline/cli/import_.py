@@ -198,7 +198,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
     ]
     superseded = sum(file.num_superseded for file in report.files)
     if superseded:
-        lines.append(f"  {count(superseded, 'older row')} superseded by newer versions; never learned from")
+        lines.append(f"  {count(superseded, 'older row')} superseded by newer versions; never used for training")
     if report.num_skipped:
         lines.append(f"  {count(report.num_skipped, 'trajectory')} already in the store, not imported again")
     lines += passed_over
@@ -211,7 +211,7 @@ def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[
         )
     for num, what in (
         (report.num_without_reward, "without a reward"),
-        (report.num_evaluations, "from evaluations, which are marked and not learned from"),
+        (report.num_evaluations, "from evaluations, which are marked and not used for training"),
         (report.num_failed, "marked as failed in the file: their rewards are not trusted"),
         (report.num_masked, "excluded from the loss, because the file does not record which tokens were sampled"),
         (report.num_at_unknown_temperature, "with an unknown temperature, which `replay` requires"),

@@ -700,6 +700,6 @@ def _say_failures(rollout: int, grades: Sequence[Grade], most: float, say: Calla
         return
     kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(item.kind for item in broken).items()))
     say(
-        f"rollout {rollout}: {len(broken)} of {len(grades)} trajectories failed and are not learned from ({kinds}); "
-        f"the first error is {broken[0].error}"
+        f"rollout {rollout}: {len(broken)} of {len(grades)} trajectories failed and are not used for training "
+        f"({kinds}); the first error is {broken[0].error}"
     )

@@ -133,7 +133,7 @@ def _check(store: StoreReads, row_ids: Ints, place: Ints, ids: Ints) -> None:
         episodes = store.read_scalars(str(EPISODE_ID), ids)
         raise DataError(
             f"row {int(row_ids[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, but an "
-            "episode is learned from only if all of its rows are present. Check the store: rlhf-pipeline verify"
+            "episode is used for training only if all of its rows are present. Check the store: rlhf-pipeline verify"
         )
 
 

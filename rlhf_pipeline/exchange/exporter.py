@@ -158,7 +158,7 @@ def chosen(
         if learnable:
             ids = learnable_rows(store, ids, skip_damaged=skip_damaged).row_ids
             if not len(ids):
-                raise DefinitionError(f"none of the {count:,} trajectories in {store.path} may be learned from.")
+                raise DefinitionError(f"none of the {count:,} trajectories in {store.path} may be used for training.")
         yield store, ids, count - len(ids)
         return
     address = store if "://" in str(store) else Path(store).expanduser()

@@ -176,7 +176,7 @@ class Batches:
         rows = np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
         if not len(rows):
             raise DataError(
-                f"step {step}: none of {self.num:,} trajectories may still be learned from "
+                f"step {step}: none of {self.num:,} trajectories may be used again "
                 f"(sample.strategy={self.sample.strategy}, sample.max_uses={self.sample.max_uses})."
             )
         return self._ids[rows], self._ages[rows]

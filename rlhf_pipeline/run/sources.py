@@ -228,7 +228,7 @@ class ArrivedRollouts(_Collected):
             notify(
                 self._on_event,
                 f"step {step}: {int((~of_this_run).sum())} of {len(of_this_run)} trajectories of rollout {rollout} "
-                "were sampled with the weights of lost steps; they are kept but not learned from.",
+                "were sampled with the weights of lost steps; they are kept but not used for training.",
             )
         lost, row_ids, ages = int((~of_this_run).sum()), row_ids[of_this_run], step - 1 - versions[of_this_run]
         young = ages <= self._pipeline.max_staleness
@@ -236,7 +236,7 @@ class ArrivedRollouts(_Collected):
             notify(
                 self._on_event,
                 f"step {step}: {int((~young).sum())} of {len(young)} trajectories of rollout {rollout} are older "
-                f"than {self._pipeline.max_staleness} steps (buffer.max_staleness) and are not learned from.",
+                f"than {self._pipeline.max_staleness} steps (buffer.max_staleness) and are not used for training.",
             )
         left_out = {"failed": num_failed, "lost_weights": lost, "too_old": int((~young).sum())}
         names = trajectory_names(self._parts.buffer.store, row_ids[young])

@@ -428,7 +428,7 @@ def test_a_run_stores_turns_rewards_and_failures(tmp_path):
         definition="frozen_lake",
         on_event=lambda event: said.append(str(getattr(event, "message", ""))),
     )
-    assert any("trajectories failed and are not learned from (tool_error" in text for text in said)
+    assert any("trajectories failed and are not used for training (tool_error" in text for text in said)
     with TrajectoryStore.open(tmp_path / "run" / "store") as store:
         rows = store.read(store.ids())
     failed = [reason == "tool_error" for reason in rows["failure_reason"]]

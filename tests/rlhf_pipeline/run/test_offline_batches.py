@@ -168,7 +168,7 @@ def test_the_use_limit_counts_what_the_ledger_says(tmp_path):
         ledger.record({"step": step, "row_ids": rows, "trajectory_ids": [100 + row for row in rows]})
         seen += rows
     assert sorted(seen) == list(range(12))
-    with pytest.raises(DataError, match="none of 12 trajectories may still be learned from"):
+    with pytest.raises(DataError, match="none of 12 trajectories may be used again"):
         batches.rows(4)
     assert batches_of(store, sample=Sample(max_uses=2)).last_step == 6  # in epochs the end is known before
     store.close()
