@@ -143,7 +143,7 @@ def test_sets_are_checked_and_set_by_name() -> None:
         override(asked, "evaluate.hrad.every", "7")
     changed = override(asked, "evaluate.hard.top_p", "0.5")
     (change,) = changes(to_json(asked), changed)
-    assert "are different" in str(notice_of(change, to_json(asked), changed, 3))
+    assert "differ from earlier ones" in str(notice_of(change, to_json(asked), changed, 3))
     named = Evaluate(prompts=questions(4, 8), best="cost")
     for wrong, said in (
         ({"a/b": named}, "not a valid folder name"),
