@@ -71,7 +71,7 @@ class TinyPolicy(Settings):
     """A small, untrained causal language model with one token per character."""
 
     alphabet: str = setting("0123456789=", help="The characters of the vocabulary.")
-    hidden_size: int = setting(64, min=1, help="Width of the model; a multiple of `num_heads`.")
+    hidden_size: int = setting(64, min=1, help="Width of the model; must be a multiple of `num_heads`.")
     num_layers: int = setting(2, min=1, help="Number of layers.")
     num_heads: int = setting(4, min=1, help="Number of attention heads per layer.")
     chat_template: str | None = setting(
@@ -209,7 +209,7 @@ class Collect(Settings):
         None,
         min=1,
         help="With an environment: maximum number of conversations, and therefore of environments, that exist at the "
-        "same time. The conversations of a rollout run in parts of this size. None starts all of them together.",
+        "same time. The conversations of a rollout run in batches of this size. None starts all of them together.",
     )
     history: Literal["sampled", "rewritten"] = setting(
         "sampled",
@@ -228,8 +228,8 @@ class Collect(Settings):
         4,
         min=1,
         help="With tools: maximum number of failed calls (malformed, unknown tool, wrong arguments) in a conversation. "
-        "The policy receives each error; the last error ends the conversation with the finish reason `calls`. "
-        "With None, only `max_turns` limits the number of failed calls.",
+        "The policy receives each error; the error that reaches the limit ends the conversation with the finish "
+        "reason `calls`. With None, only `max_turns` limits the number of failed calls.",
     )
     retries: int = setting(
         0,
@@ -279,8 +279,9 @@ class Collect(Settings):
     )
     prefill: str = setting(
         "",
-        help="Text at the beginning of every completion, for example `<think>`, also in evaluations. The policy "
-        "continues the text, rewards receive it, and it is not trained on. Not supported with an environment.",
+        help="Text at the beginning of every completion, including those of evaluations, for example `<think>`. "
+        "The policy continues the text, rewards receive it, and the loss excludes it. Not supported with an "
+        "environment.",
     )
     num_slots: int = setting(64, min=1, help="Number of completions generated in parallel.")
     engine: str = setting(
@@ -309,7 +310,7 @@ class Collect(Settings):
     reward_concurrency: int = setting(
         16,
         min=1,
-        help="Maximum number of concurrent reward calls during sampling; 1 for functions that are not re-entrant.",
+        help="Maximum number of concurrent reward calls during sampling; use 1 if the functions are not re-entrant.",
     )
     reward_timeout_s: float | None = setting(
         300.0,
@@ -400,7 +401,7 @@ class WritePath(Settings):
     zero_variance: Literal["keep", "drop", "mark"] = setting(
         "keep",
         help="How to treat a group whose returns are all equal (with a KL penalty: equal up to rounding): `keep` "
-        "stores it, `drop` does not store it, and `mark` stores it with priority 0, so samplers skip it.",
+        "stores it, `drop` discards it, and `mark` stores it with priority 0, so samplers skip it.",
     )
     min_group_size: int | None = setting(
         None,
@@ -521,7 +522,7 @@ class Sample(Settings):
         None,
         above=0,
         max=1,
-        help="Trajectories of the same age have less weight if their effective sample size, as a share of their "
+        help="Trajectories of the same age are down-weighted if their effective sample size, as a share of their "
         "tokens, is below this value; see `rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass "
         "for a stale batch. None weights all trajectories equally.",
     )
@@ -573,7 +574,7 @@ class Replay(Settings):
     )
     skip_damaged: bool = setting(
         False,
-        help="Skip and count trajectories that do not match their checksums. If false, one such "
+        help="Skip and count trajectories that do not match their checksums. If false, any such "
         "trajectory is an error.",
     )
     recorded_order: bool = setting(
@@ -650,7 +651,7 @@ class Evaluate(Settings):
     keep_best: bool = setting(
         True,
         help="Save a checkpoint of the best evaluated weights, and keep it in addition to the newest checkpoints. The "
-        "best weights have the highest value of `best`; of equal values, the earliest.",
+        "best weights have the highest value of `best`; if several are equal, the earliest are kept.",
     )
 
     def sampling(self, collect: Collect) -> Collect:
@@ -739,7 +740,7 @@ class DPPO(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VESPO(Settings):
-    """The weight of `objective=vespo`: `exp(scale + power log w - scale w)` for a completion of importance weight `w`.
+    """The weight of `objective=vespo`: `exp(scale + power log w - scale w)`, where `w` is the importance weight.
 
     Source: arXiv:2602.10693; the defaults are TRL's. `functional.policy_loss.vespo_loss` has the formula.
     """
@@ -756,7 +757,7 @@ class VESPO(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO(Settings):
-    """The loss."""
+    """The policy loss, and its KL and entropy terms."""
 
     objective: Objective | Callable[..., Any] = setting(
         "grpo",
@@ -838,16 +839,16 @@ class GRPO(Settings):
         1.0,
         above=0,
         max=1,
-        help="Share of a step's tokens, those with the highest entropy, that have a policy loss. arXiv:2506.01939 uses "
-        "0.2. The other tokens still count in averages, as in TRL. Requires an additional forward pass and a "
+        help="Share of a step's tokens, selected by highest entropy, that have a policy loss. arXiv:2506.01939 uses "
+        "0.2. Averages still include the other tokens, as in TRL. Requires an additional forward pass and a "
         "single process.",
     )
     clip_cov: float | None = setting(
         None,
         above=0,
         max=1,
-        help="Share of a step's tokens, at least one token, that have no policy loss. They are drawn from the tokens "
-        "whose covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`. "
+        help="Share of a step's tokens (at least one token) to exclude from the policy loss. They are drawn from "
+        "the tokens whose covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`. "
         "arXiv:2505.22617 uses 0.0002. The other tokens keep their weight, as in verl. Only for `grpo`. Requires "
         "an additional forward pass and a single process.",
     )
@@ -1125,19 +1126,19 @@ class Learn(Settings):
 class Pipeline(Settings):
     """A complete training run: policy, prompts, reward, write path, buffer, loss and loop."""
 
-    name: str = setting(help="The name of the run in its output.")
+    name: str = setting(help="The name of the definition in messages and lists.")
     policy: TinyPolicy | PretrainedPolicy = setting(help="The model: created untrained, or loaded from a checkpoint.")
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of prompts; not needed with `replay`.")
     reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
         help="A function `(prompt, completion, answer, meta) -> float`, a function with other arguments, or several "
-        "functions, each directly or in `Reward(function, weight=, name=)`; see docs/rewards.md. If a call raises "
-        "an exception, its trajectory fails and the run continues. Not needed with `replay`.",
+        "functions, each passed directly or as `Reward(function, weight=, name=)`; see docs/rewards.md. If a call "
+        "raises an exception, its trajectory fails and the run continues. Not needed with `replay`.",
     )
     environment: Callable[..., Any] | dict[str, Any] | None = setting(
         None,
         help="The environment that replies to the policy's turns: a class with `reset` and `step`, tools, an "
-        "environment of another library, or a dict of environments, selected by the `environment` column of the "
+        "environment from another library, or a dict of environments, selected by the `environment` column of the "
         "prompts; see docs/environments.md. With None, a trajectory has one turn.",
     )
     description: str = setting("", help="A one-line description for `rlhf-pipeline list`.")
@@ -1337,7 +1338,7 @@ class Pipeline(Settings):
             (
                 self.replay is not None or self.collect.group_size > 1 or self.write.estimator == "reinforce_pp",
                 f"collect.group_size is 1, but write.estimator={self.write.estimator} compares the members of a "
-                "group: every advantage would be 0. Set collect.group_size to 2 or more, or "
+                "group, so every advantage would be 0. Set collect.group_size to 2 or more, or "
                 "write.estimator=reinforce_pp.",
             ),
             (

@@ -515,7 +515,7 @@ class TrajectoryStorage(Storage):
 
         Raises:
             RunMismatchError: if the store has fewer rows than the state.
-            MissingPathError: if the state's store is gone.
+            MissingPathError: if the store in the state no longer exists.
         """
         source = str(state_dict["path"])
         if source == self._address:
@@ -547,7 +547,7 @@ class TrajectoryStorage(Storage):
         try:
             source = TrajectoryStore.open(path, mode="r")
         except StoreNotFoundError as error:
-            raise MissingPathError(f"the state's store is not at {path}") from error
+            raise MissingPathError(f"there is no store at {path}, the path in the state") from error
         with source:
             ids = source.ids() if ids is None else ids
             copy_rows(source, self.store, ids, first_slot=first_slot if len(ids) == self.max_size else 0)
@@ -707,8 +707,8 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
         if outside.any():
             row = int(outside.argmax())
             raise DataError(
-                f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row]}, but it has {int(lengths[row])} tokens; "
-                "the number must not exceed them"
+                f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row]}; it must be between 0 and "
+                f"{int(lengths[row])}, the number of tokens of the trajectory"
             )
 
 

@@ -33,7 +33,7 @@ _VALUE_WIDTH = 24
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument(
-        "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field or both, or `metrics`"
+        "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, both of them, or `metrics`"
     )
     command.add_argument(
         "--markdown",

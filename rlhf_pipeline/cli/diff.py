@@ -45,7 +45,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--ignore", action="append", default=[], metavar="COLUMN", help="do not compare this column; may be repeated"
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--json", action="store_true", help="print the output as JSON")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`rlhf-pipeline doctor`: check whether this machine and this folder meet the requirements of a run."""
+"""`rlhf-pipeline doctor`: check whether this machine and this folder meet the requirements for a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FREE_GB = 2.0
 HELP = "check whether this machine and this folder meet the requirements for a run"
 DETAILS = """\
 example:
-  rlhf-pipeline doctor          run it in the folder for your runs"""
+  rlhf-pipeline doctor          run it in the folder that will contain your runs"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -55,7 +55,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--definition",
         "--pipeline",
         metavar="NAME|FILE.py[:function]",
-        help="the definition of reward and sampling (default: the run's)",
+        help="the definition that specifies reward and sampling (default: the run's)",
     )
     command.add_argument(
         "--out", metavar="DIR", help=("the folder for the rows of a model (default: runs/MODEL-evaluation)")

@@ -12,8 +12,8 @@ from rlhf_pipeline.report.formatting import count, duration
 
 HELP = "export a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
-Writes every column. Ragged columns are written as lists of numbers. `import` restores an equal store. A filter consists
-of a column, one of >= <= == != > <, and a value. reward, version, date and group are short names of columns.
+Writes every column. Ragged columns are written as lists of numbers. `import` restores an identical store. A filter
+consists of a column, one of >= <= == != > <, and a value. reward, version, date and group are short names of columns.
 num_tokens and num_completion_tokens (the tokens that the policy produced) are also available.
 
 examples:
@@ -30,7 +30,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="FILE.parquet|FILE.jsonl|FOLDER",
-        help="the output, which must not exist; a folder becomes a dataset, and NAME.atif becomes ATIF",
+        help="the output, which must not exist; a folder becomes a dataset, and NAME.atif is written as ATIF",
     )
     add_filter(command)
     add_skip_damaged(command)

@@ -20,7 +20,7 @@ DETAILS = """\
 Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), slime
 (--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl,
 nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries) and gsm8k-solutions. Also reads agent
-trajectories in ATIF and from rllm and art, Inspect logs, wandb tables, files written by `export`, and any rows with a
+trajectories (ATIF, rllm and art), Inspect logs, wandb tables, files written by `export`, and any rows with a
 prompt, a completion and a reward. A dump is recognised by the fields that the current version of its tool writes into
 every row.
 
@@ -28,7 +28,7 @@ Token ids and log-probs in a file are kept. Text is encoded once, with --tokeniz
 are recorded as unknown, reported, or requested. Rows are identified by their content: repeating the command continues a
 stopped import, and files that were moved, renamed, compressed or copied are not imported twice. A newer version of a
 row or file supersedes the older version. Broken lines are reported. With --follow, the import continues while a trainer
-writes.
+writes files.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
@@ -80,7 +80,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--follow",
         action="store_true",
-        help="continue to import the files that a trainer writes to FOLDER until Ctrl-C",
+        help="continue to import the files that a trainer writes to a folder until Ctrl-C",
     )
     command.add_argument(
         "--until-quiet",

@@ -42,7 +42,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--definition", metavar="NAME|FILE.py[:function]", help=("use the reward function of this definition")
     )
     add_trust(command)
-    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--json", action="store_true", help="print the output as JSON")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
 
-HELP = "learn from the rollouts that collectors store, in a separate process"
+HELP = "learn in a separate process from the rollouts that collectors store"
 DETAILS = """\
 The learner learns from the rollouts that `rlhf-pipeline collect` stores, in the order of arrival, and
 publishes the weights after each step. If it is killed, restart it with the same command. It then repeats the
@@ -15,7 +15,7 @@ steps after its last checkpoint with the batches recorded in the ledger.
 examples:
   rlhf-pipeline learn long_running --run runs/mine
   rlhf-pipeline learn --run runs/mine                    uses the recorded definition and seed
-  rlhf-pipeline learn --run runs/mine --steps 5000       continue a run that has ended
+  rlhf-pipeline learn --run runs/mine --steps 5000       continues a run that has ended
   torchrun --nproc-per-node 2 -m -- rlhf_pipeline learn --run runs/mine  two processes share each step
 
 The exit code is 3 if a retry may succeed, for example after a disk failure or while another learner is running."""

@@ -18,7 +18,7 @@ Trains a tokenizer on the text, and writes it with a small untrained causal lang
 transformers can load. With --gguf, writes the model in a GGUF file to a checkpoint folder, dequantized to float32.
 Nothing is downloaded.
 
-example:
+examples:
   rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
   rlhf-pipeline run gsm8k --set policy.path=model --set prompts.path=train.jsonl
   rlhf-pipeline new-model smollm2 --gguf SmolLM2-135M-Instruct.Q4_1.gguf"""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HELP = "learn from stores only, or repeat the steps of a run and compare the results"
 DETAILS = """\
 Learns from the trajectories of stores and runs, without sampling. The trajectories are copied into a new run
-folder, which has all files of a run. Missing log-probs and advantages are computed first.
+folder, which contains all files of a run. Missing log-probs and advantages are computed first.
 
 A single RUN is replayed with its definition, seed and order, and the results are compared with the run. On a CPU, loss,
 reward, gradient norm and weights are bitwise equal. For a STORE, the default definition is `offline_replay`.
@@ -45,7 +45,7 @@ examples:
   rlhf-pipeline replay runs/copy_digits --from-step 95      repeat steps 95 and later from a checkpoint
                                                             and the ledger; the run is not modified
 
-The exit code is 1 if a result differs that should be the same."""
+The exit code is 1 if the results differ where they should be the same."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from rlhf_pipeline.report.formatting import count
 
 HELP = "check a run or a store for corruption"
 DETAILS = """\
-Compares all checksums of a store, or of a run's store, ledger, metrics, checkpoints, rollouts and published
+Verifies all checksums of a store, or of a run's store, ledger, metrics, checkpoints, rollouts and published
 weights. For a run, also checks that these parts agree, that each trajectory in the ledger is in the store, and
 that no step is missing. The run may be active. The exit code is 1 if a part is corrupted or missing.
 

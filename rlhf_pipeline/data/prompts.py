@@ -642,8 +642,8 @@ def _prompt_of(
         return "empty", None
     if blank and value not in ("", []):
         raise DataError(
-            f"{where}: field '{reading.prompt_field}': the prompt is empty or white space. Skip such rows: "
-            'skip="empty".'
+            f"{where}: field '{reading.prompt_field}': the prompt is empty or contains only whitespace. Skip such "
+            'rows: skip="empty".'
         )
     answer = None
     if reading.answer_field is not None:

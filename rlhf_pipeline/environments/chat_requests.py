@@ -155,7 +155,7 @@ PARAMETERS: Final = (
         )
     ),
 )
-"""The table; a parameter that it lacks is rejected."""
+"""The recognised parameters; any other parameter is rejected."""
 _BY_NAME: Final = {parameter.name: parameter for parameter in PARAMETERS}
 _SAMPLING: Final = ("temperature", "top_p", "max_tokens", "max_completion_tokens")
 

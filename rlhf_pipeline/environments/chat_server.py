@@ -71,9 +71,9 @@ class ChatSession:
         self._lock = threading.Lock()
         self._waiting: dict[tuple[str, int], ChatSample] = {}
         self._newest: dict[str, Exchange] = {}
-        """By digest of the body."""
+        """The newest exchange for each digest of a request body."""
         self._counts: dict[str, int] = {}
-        """By digest of the body, the number of samples."""
+        """The number of samples for each digest of a request body."""
         self._open: set[Exchange] = set()
         self._refusal: ChatError | None = None
         self._wake: Callable[[], None] = lambda: None

@@ -79,8 +79,8 @@ class Step:
     variant: str = ""
     """With a history: a different variant draws a different sample for the same messages."""
     row: int | None = None
-    """The row of the episode that the reply continues, by the order in which the rows began, from 0; None is the row
-    that has the turn. With `done`: the row that has the outcome."""
+    """The index of the row of the episode that the reply continues, starting at 0, in the order in which the rows
+    began. None continues the row of the turn. With `done`, the row to which the outcome applies."""
     call_errors: int = 0
     """The number of calls of the turn that could not be made as the policy wrote them and that the reply reports.
     Calls that could not be parsed are already counted."""
@@ -166,7 +166,9 @@ def rewards_of_environment(environment: Callable[[], Any] | None) -> tuple[str, 
         return None
     names = (declared,) if isinstance(declared, str) else declared
     if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
-        raise DefinitionError(f"an environment's `rewards` are {declared!r:.60}; they must be names: ('reached', ...).")
+        raise DefinitionError(
+            f"`rewards` of the environment is {declared!r:.60}; it must be a tuple of names: ('reached', ...)."
+        )
     return tuple(cast("Sequence[str]", names))
 
 
@@ -182,7 +184,7 @@ def checked(step: object) -> Step:
             "a step has a history and also a reply or a row; a history contains all messages, including the reply"
         )
     if step.row is not None and (not isinstance(step.row, int) or step.row < 0):
-        raise TypeError(f"row is {step.row!r:.60}; it must be the number of a row of the episode, from 0")
+        raise TypeError(f"row is {step.row!r:.60}; it must be the index of a row of the episode, starting at 0")
     return Step(
         reply,
         done=bool(step.done),

@@ -97,7 +97,7 @@ class _OneAgent(ChatSession):
     """The requests of one agent."""
 
     agent = ""
-    """The id of its trace."""
+    """The id of the agent's trace; empty before its first request."""
 
     def submit(self, request: ChatRequest, *, key: str, size: int, is_retry: bool) -> Future[ChatResponse]:
         """See `ChatSession.submit`."""

@@ -61,7 +61,7 @@ def check_repeated(run: RunFolder, storage: TrajectoryStorage, step: int, *, max
 
 
 Served = dict[str, tuple[int, int, int]]
-"""By segment, of the rows that later steps may choose from: the first id, the last, and how many there are."""
+"""For each segment, the first id, the last id and the number of the rows from which later steps may choose."""
 
 
 def served_rows(run: RunFolder, store: TrajectoryStore, step: int, *, max_staleness: int | None) -> Served:

@@ -23,13 +23,13 @@ class KLController(KLControllerBase):
         model: anything with an attribute `kl_coef`, which is kept equal to `coef`.
 
     Raises:
-        DefinitionError: if the coefficient is not a finite number of at least 0, or the model has no `kl_coef`.
+        DefinitionError: if the coefficient is not finite and at least 0, or the model has no `kl_coef`.
     """
 
     def __init__(self, coef: float, model: Any = None) -> None:
         coef = float(coef)
         if not math.isfinite(coef) or coef < 0:
-            raise DefinitionError(f"the KL coefficient is {coef}; it must be a finite number of at least 0.")
+            raise DefinitionError(f"the KL coefficient is {coef}; it must be finite and at least 0.")
         if model is not None and not hasattr(model, "kl_coef"):
             raise MissingAttributeError(f"{type(model).__name__} has no attribute kl_coef for the controller to set.")
         self.model = model

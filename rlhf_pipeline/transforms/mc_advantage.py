@@ -83,7 +83,8 @@ _TEXT_KEYS: tuple[Key, ...] = _PROMPT_KEYS[:3]
 
 _NO_CANDIDATES: dict[str, str] = dict.fromkeys(
     ("candidate_group_size", "candidate_selection_min_size", "candidate_selector"),
-    "a group has all trajectories of its prompt. Set grpo_size to their number; keep_return_bounds excludes groups.",
+    "a group contains all trajectories of its prompt. Set grpo_size to their number, and exclude groups with "
+    "keep_return_bounds.",
 )
 
 _REFUSED = _NO_CANDIDATES | dict.fromkeys(

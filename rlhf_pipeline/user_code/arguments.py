@@ -166,7 +166,7 @@ _BATCHED: Final[dict[str, Getter]] = {
     "data_sources": _MORE["data_source"],
     **_OPENRLHF,
 }
-"""Further names that mark a function as batched, over which a column takes precedence."""
+"""Further names that mark a function as batched; a column with the same name takes precedence."""
 _AS_TEXT: Final[dict[str, Getter]] = {"prompts": _prompt_text, "completions": _STANDARD["completion"]}
 """The values of TRL's names in OpenRLHF's form: the prompt with which each of its `queries` begins, and the rest."""
 _ALL: Final[dict[str, Getter]] = _STANDARD | _MORE | _TRL | _BATCHED

@@ -42,7 +42,7 @@ from rlhf_pipeline.user_code.source_text import (
 
 Identity = dict[str, str]
 """The parts of a callable, by name: `source`, `source of NAME`, `imports`, `module NAME`, `default NAME`,
-`captured NAME`, `attribute NAME`, `argument NAME`, `global NAME`; each a digest, or a number unchanged."""
+`captured NAME`, `attribute NAME`, `argument NAME`, `global NAME`. Each value is a digest, or an unchanged number."""
 
 NOT_OBSERVED: Final = "not observed"
 MOST_OBJECTS: Final = 100_000
@@ -134,7 +134,7 @@ class _Observation:
         self._parts: Identity = {}
         self._imports: set[str] = set()
         self._observed: set[tuple[str, str]] = set()
-        """Code that has been observed: file and name."""
+        """The file and name of each piece of code that has been observed."""
         self._main = ""
         """The file of the callable."""
         self._digests: dict[int, bytes] = {}
@@ -210,7 +210,9 @@ class _Observation:
         if id(value) in self._within:
             return _digest("circle", str(len(self._within) - self._within[id(value)]))
         if len(self._digests) >= MOST_OBJECTS or len(self._within) >= _DEEPEST:
-            return self._unknown(place, f"beyond {MOST_OBJECTS:,} objects, or {_DEEPEST} deep")
+            return self._unknown(
+                place, f"beyond the limit of {MOST_OBJECTS:,} objects, or nested more than {_DEEPEST} levels deep"
+            )
         self._within[id(value)] = len(self._within)
         self._alive.append(value)
         digest = self._digests[id(value)] = self._container_digest(value, place)

@@ -168,7 +168,7 @@ def verl(row: Fields) -> RawRollouts:
 
 _SLIME = {"completed": ("stop", ""), "truncated": ("length", ""), "aborted": ("abort", "engine")}
 _SLIME |= {"failed": ("", "tool_error"), "pending": ("", "engine")}
-"""By status: why the response ended, and the kind of failure. slime uses `failed` for a tool or an API."""
+"""For each status, why the response ended, and the kind of failure. slime uses `failed` for a tool or an API."""
 
 
 @tool(

@@ -130,7 +130,7 @@ class RolloutFromModel:
     def kl_coef(self, value: float) -> None:
         value = float(value)
         if not math.isfinite(value) or value < 0:
-            raise DefinitionError(f"kl_coef is {value}; it must be a finite number of at least 0.")
+            raise DefinitionError(f"kl_coef is {value}; it must be finite and at least 0.")
         self._kl_coef = value
 
     @torch.no_grad()

@@ -82,7 +82,7 @@ class Request:
         if self.group_size < 1:
             raise DefinitionError(f"group_size is {self.group_size}; it must be at least 1.")
         if not (self.temperature >= 0 and np.isfinite(self.temperature)):
-            raise DefinitionError(f"temperature is {self.temperature}; it must be a finite number >= 0.")
+            raise DefinitionError(f"temperature is {self.temperature}; it must be finite and at least 0.")
         lengths = np.array([len(p) for p in self.prompts], dtype=np.int64)
         requested = np.asarray(self.max_new_tokens, dtype=np.int64)
         if requested.ndim == 0:

@@ -115,10 +115,10 @@ class EndedTurn:
 
 
 Answer = Sequence[int] | TurnRow | None
-"""The tokens of a reply, at most `TurnRow.room`; another row of the conversation, which the policy continues next, its
-reply included; or None if the conversation is over."""
+"""The tokens of a reply, at most `TurnRow.room`; another row of the conversation, including its reply, which the policy
+continues next; or None if the conversation is over."""
 Answers = Mapping[int, Answer]
-"""By conversation."""
+"""The answer for each conversation."""
 
 
 class Partner(Protocol):

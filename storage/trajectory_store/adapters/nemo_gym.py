@@ -46,7 +46,7 @@ class StoreCapture:
         self._lock = threading.Lock()
         self._read_rows: set[int] = set()
         self._events: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
-        """By rollout: the kind, the call and the row of each event."""
+        """For each rollout, the kind, call and row of each event."""
 
     async def put(self, entry: Any) -> None:
         """Store a call durably; again with the same payload is nothing, with another one an error."""

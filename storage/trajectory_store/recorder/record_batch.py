@@ -32,7 +32,7 @@ from trajectory_store.recorder.row_encoder import Encoder, meta_text
 from trajectory_store.schema import Column, Schema
 
 FieldValues = Mapping[str, Sequence[Any]]
-"""By the name of a record's field: a value for each row."""
+"""For the name of each record field, one value per row."""
 Int64s = npt.NDArray[np.int64]
 
 

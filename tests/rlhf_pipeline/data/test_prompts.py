@@ -135,7 +135,7 @@ def test_text_parts_are_joined_and_null_columns_of_messages_are_dropped():
         ({"question": "", "answer": 1}, "row 1: field 'question': the prompt is empty"),
         (
             {"question": " \n", "answer": 1},
-            "row 1: field 'question': the prompt is empty or white space. .* skip=.empty",
+            "row 1: field 'question': the prompt is empty or contains only whitespace. .* skip=.empty",
         ),
         (
             {"question": [{"role": "user", "content": " "}], "answer": 1},
