@@ -297,10 +297,10 @@ def _setting(text: str) -> tuple[str, str]:
     path, equals, setting = text.partition("=")
     if not equals or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not KEY.PATH=VALUE. For example: --set learn.lr=3e-4")
-    return path.strip(), re.sub(r"(?<![^,])[^,]+\.py(?=:\w+(?:,|$))", _whole_path, setting)
+    return path.strip(), re.sub(r"(?<![^,])[^,]+\.py(?=:\w+(?:,|$))", _absolute_path, setting)
 
 
-def _whole_path(file: re.Match[str]) -> str:
+def _absolute_path(file: re.Match[str]) -> str:
     """Return the path of a file with code: a run that is resumed elsewhere reads the same one."""
     return os.path.abspath(os.path.expanduser(file[0]))
 

@@ -153,7 +153,7 @@ class Conversation:
         call_errors: calls of the policy that could not be made.
         cut_replies: replies that were cut.
         fallback_replies: replies of tools to malformed calls that were sent as messages of the user.
-        whole_turn: whether the newest turn ended by itself.
+        turn_stopped: whether the newest turn ended by itself.
         has_malformed_call: whether a call of the newest turn could not be read, or not be shown by the template.
         prompt_text: what the model read before it, if a reward function asks for that.
         closing: what the environment replied to the last turn, which the policy was not shown.
@@ -178,7 +178,7 @@ class Conversation:
     call_errors: int = 0
     cut_replies: int = 0
     fallback_replies: int = 0
-    whole_turn: bool = True
+    turn_stopped: bool = True
     has_malformed_call: bool = False
     prompt_text: str | None = None
     closing: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -659,7 +659,7 @@ class Conversations:
         conversation.turn_rewards.append({})
         conversation.at.row, conversation.at.last_text = ended.row, text
         # A turn of one token has no room for an end: it is complete.
-        conversation.whole_turn = ended.stopped or self.config.max_new_tokens == 1
+        conversation.turn_stopped = ended.stopped or self.config.max_new_tokens == 1
         parsed = ParsedTurn(message={"role": "assistant", "content": text})
         if conversation.failure is None and (parser := conversation.at.tools.parser) is not None:
             before = ended.row.ids[max(0, ended.row.began - _PREFIX_TOKENS) : ended.row.began]
@@ -680,7 +680,7 @@ class Conversations:
         turn = Turn(
             text=text,
             number=conversation.num_turns,
-            finish_reason=STOP if conversation.whole_turn else LENGTH,
+            finish_reason=STOP if conversation.turn_stopped else LENGTH,
             content=str(parsed.message.get("content") or ""),
             tool_calls=own_copy(parsed.calls),
             call_error=parsed.error,
@@ -720,7 +720,7 @@ class Conversations:
             conversation.info.update(step.info)
             conversation.call_errors += step.call_errors
             if step.done:
-                conversation.finish_reason = STOP if conversation.whole_turn else LENGTH
+                conversation.finish_reason = STOP if conversation.turn_stopped else LENGTH
                 conversation.closing = _messages_of(step.reply)
                 if step.row is not None and (
                     step.row >= len(conversation.rows) or not conversation.rows[step.row].turns
@@ -856,7 +856,7 @@ class Conversations:
     def _reply(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
         """Return the tokens of a reply, and note its messages; None if there is no room for it and another token."""
         may_begin, codec = self.config.history == "rewritten", self.policy.tokenizer
-        room = ended.row.most if may_begin else ended.row.room
+        room = ended.row.most if may_begin else ended.row.tokens_left
         exchanged = _messages_of(step.reply)
         replies = with_call_ids(exchanged, conversation.messages[-1])
         if not replies and conversation.as_chat and isinstance(step.reply, str):
@@ -878,7 +878,7 @@ class Conversations:
                 conversation.messages[-1] = rendered[1][len(conversation.messages) - 1]
         else:
             ids = encode_text(codec, "".join(message["content"] for message in replies), add_special_tokens=False)
-        if len(ids) > ended.row.room:
+        if len(ids) > ended.row.tokens_left:
             return None
         conversation.messages.extend(replies)
         conversation.at.exchanged.extend(exchanged)

@@ -334,7 +334,7 @@ class Learner:
         else:
             if ages is None:
                 ages = version - store.read_scalars("policy_version", row_ids)
-            chosen = self._whole(ChosenRows(row_ids, ages, trajectory_names(store, row_ids)))
+            chosen = self._with_episodes(ChosenRows(row_ids, ages, trajectory_names(store, row_ids)))
             admitted = None if admitted is None else complete_episodes(store, admitted)[0]
         if len(chosen.row_ids) == 0:
             self._notices.append(
@@ -443,7 +443,7 @@ class Learner:
             complete_episodes=self.config.episode_weight == "one",
         )
 
-    def _whole(self, chosen: ChosenRows) -> ChosenRows:
+    def _with_episodes(self, chosen: ChosenRows) -> ChosenRows:
         """Return the rows of all episodes that rows were chosen from, one after the other."""
         row_ids, place = complete_episodes(self.buffer.store, chosen.row_ids)
         if len(row_ids) == len(chosen.row_ids):
@@ -542,10 +542,10 @@ class Learner:
         fresh = self.admitted_rows(step, keep=keep, watermark=watermark)
         if self.config.minibatches > 1 and self.sample.strategy == "fresh":
             rollout = fresh.take(fresh.ages <= (step - 1) % self.config.steps_per_rollout)
-            return self._whole(rollout.take(self.part(len(rollout.row_ids), step)))
+            return self._with_episodes(rollout.take(self.part(len(rollout.row_ids), step)))
         most = self.sample.max_uses
         if self.sample.strategy == "fresh" and most is None:
-            return self._whole(fresh)
+            return self._with_episodes(fresh)
         uses = np.zeros(len(fresh.row_ids), np.int64)
         if self._uses is not None and most is not None:
             uses = self._uses.before(step, fresh.trajectory_ids)
@@ -557,7 +557,7 @@ class Learner:
         newest = None if of_newest is None else of_newest(fresh)
         view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses, newest=newest)
         drawn = np.sort(self._sampler.select(view, self.batch_size, seed=self.seed, step=step))
-        return self._whole(fresh.take(drawn))
+        return self._with_episodes(fresh.take(drawn))
 
     def part(self, num_rows: int, step: int) -> np.ndarray:
         """Return which of the newest rollout's trajectories a step learns from; see `step_plan.part_of_rollout`."""

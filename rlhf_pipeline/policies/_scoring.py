@@ -110,7 +110,7 @@ def token_states(parts: ModelParts, input_ids: Tensor, attention_mask: Tensor) -
     first = np.arange(len(batch.ids), dtype=np.int64) * ids.shape[1]
     at = torch.from_numpy(first[:, None] + batch.places.clip(0))
     on_device = upload([torch.from_numpy(ids), at, torch.from_numpy(batch.real)], parts.head.weight.device)
-    hidden = whole_rows(parts, on_device[0]).flatten(0, 1)
+    hidden = hidden_of_rows(parts, on_device[0]).flatten(0, 1)
     return hidden[on_device[1]].masked_fill(~on_device[2][..., None], 0.0)
 
 
@@ -121,11 +121,11 @@ def predicting_rows(parts: ModelParts, batch: HostBatch) -> ScoringRows:
     predicting = rows * ids.shape[1] + batch.places[rows, columns] - 1
     arrays = (ids, predicting, batch.ids[rows, columns], rows, columns)
     on_device = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
-    hidden = whole_rows(parts, on_device[0]).flatten(0, 1)
+    hidden = hidden_of_rows(parts, on_device[0]).flatten(0, 1)
     return ScoringRows(hidden.index_select(0, on_device[1]), *on_device[2:])
 
 
-def whole_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
+def hidden_of_rows(parts: ModelParts, ids: Tensor, positions: Tensor | None = None, **inputs: Any) -> Tensor:
     """Run rows through the trunk from their first token on, and return its last hidden state.
 
     Without a cache, transformers searches the positions for packed sequences, and the host waits for the answer. So a

@@ -29,7 +29,7 @@ from rlhf_pipeline.policies._packed_attention import (
     PackedUnsupported,
 )
 from rlhf_pipeline.policies._packing import MIN_SHARED_TOKENS, Packing, pack
-from rlhf_pipeline.policies._scoring import HostBatch, ScoringRows, host_batch, predicting_rows, whole_rows
+from rlhf_pipeline.policies._scoring import HostBatch, ScoringRows, hidden_of_rows, host_batch, predicting_rows
 from rlhf_pipeline.policies.attention import packed_rows_running
 from rlhf_pipeline.policies.attention_name import implementation_of
 from rlhf_pipeline.policies.layout_costs import costs_on, sharing_pays
@@ -388,7 +388,7 @@ def _packed(parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRow
     on_device = upload([*map(torch.from_numpy, arrays)], parts.head.weight.device)
     segments = packing.segments
     with packed_rows_running(parts.trunk.config):
-        hidden = whole_rows(parts, on_device[0][None], on_device[1][None], **{ARGUMENT: segments})[0]
+        hidden = hidden_of_rows(parts, on_device[0][None], on_device[1][None], **{ARGUMENT: segments})[0]
     if segments.calls < parts.num_layers:
         raise PackedUnsupported(
             f"{segments.calls} of its {parts.num_layers} layers use the attention function that was set"

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from rlhf_pipeline.errors import PipelineError, typed
 from rlhf_pipeline.report.formatting import count, duration
 from rlhf_pipeline.run.completeness import came_to_nothing, missing_parts
-from rlhf_pipeline.run.disk import Room
+from rlhf_pipeline.run.disk import DiskSpace
 from rlhf_pipeline.run.folder import RunFolder
 
 SILENT_S: Final = 30.0
@@ -85,10 +85,10 @@ def run_alarms(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFo
     if is_running:
         yield from _learning_nothing(rows, run)
     if isinstance(run.address, Path):
-        room = Room(free=shutil.disk_usage(run.address).free, used=state["bytes"], allowed=state["bytes_allowed"])
-        text = room.warning(state["bytes_per_hour"])
+        space = DiskSpace(free=shutil.disk_usage(run.address).free, used=state["bytes"], allowed=state["bytes_allowed"])
+        text = space.warning(state["bytes_per_hour"])
         if text is not None:
-            severity: Severity = "page" if room.is_urgent(state["bytes_per_hour"]) else "note"
+            severity: Severity = "page" if space.is_urgent(state["bytes_per_hour"]) else "note"
             yield Alarm(name="disk", severity=severity, text=text)
 
 

@@ -42,7 +42,7 @@ class Finding:
 def check_store(path: Address, *, part: str = "store", what: str = "trajectory") -> Iterator[Finding]:
     """Check every checksum of a store, and its conversations for tokens that were not sampled so."""
     try:
-        with Stored(path, whole=True) as stored:
+        with Stored(path, copies=True) as stored:
             report = stored.store.verify()
             strayed = list(drifted(stored)) if report.ok else []
     except StoreError as error:

@@ -139,7 +139,7 @@ class View:
         if self._stored is None:
             if not is_store(self._store_path):
                 open_run_or_store(self.address)  # reports what is missing, and what to do
-            self._stored = Stored(self._store_path, whole=True)
+            self._stored = Stored(self._store_path, copies=True)
         return self._stored
 
     @property
@@ -434,7 +434,7 @@ class View:
         tokens = num_completion_tokens(stored.store, ids)
         trusted = stored.scalars("reward_trusted", ids)
 
-        def value(name: str, row: int, of: Callable[[Any], Any] = _whole_number) -> Any:
+        def value(name: str, row: int, of: Callable[[Any], Any] = _integer) -> Any:
             column = numbers[name]
             return None if column is None else of(column[row])
 
@@ -967,7 +967,7 @@ def _text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _whole_number(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     return None if value < 0 else int(value)
 
 

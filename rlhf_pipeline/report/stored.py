@@ -38,9 +38,9 @@ class Context:
 class Stored:
     """Reads the columns of a store."""
 
-    def __init__(self, path: Address, *, whole: bool = False) -> None:
+    def __init__(self, path: Address, *, copies: bool = False) -> None:
         self.path = path
-        self.store: Any = TrajectoryStore.open(path, mode="r", io="pread" if whole else "auto")
+        self.store: Any = TrajectoryStore.open(path, mode="r", io="pread" if copies else "auto")
         self.columns = {column.name: column for column in self.store.schema}
 
     def __enter__(self) -> Stored:

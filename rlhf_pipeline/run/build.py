@@ -332,14 +332,14 @@ def open_storage(
         backend=run.place.backend(pipeline.buffer.backend),
         durability=pipeline.buffer.durability,
         schema=schema,
-        extra=_extra_columns(pipeline, whole=schema is None),
+        extra=_extra_columns(pipeline, collects=schema is None),
     )
 
 
-def _extra_columns(pipeline: Pipeline, *, whole: bool) -> tuple[Column, ...]:
-    """Return the columns of a run beside the usual ones; without `whole` not those of what is collected."""
+def _extra_columns(pipeline: Pipeline, *, collects: bool) -> tuple[Column, ...]:
+    """Return the columns of a run beside the usual ones; without `collects` not those of what is collected."""
     figures = TOKEN_FIGURES if pipeline.learn.keep_token_figures else ()
-    if not whole:
+    if not collects:
         return figures
     collect = pipeline.collect
     sampled_by = SAMPLED_BY if collect.refresh_weights_every or collect.engine != "slots" else (TEMPERATURE,)

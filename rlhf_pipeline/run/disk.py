@@ -60,7 +60,7 @@ def run_usage(run: Address) -> RunUsage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class DiskSpace:
     """How much a run takes on disk, and how much more it may."""
 
     free: int
@@ -76,13 +76,13 @@ class Room:
         return self.free if self.allowed is None else min(self.free, max(self.allowed - self.used, 0))
 
     def warning(self, bytes_per_hour: float | None) -> str | None:
-        """Return a sentence if there is hardly room left, or not for a day at this rate; else None.
+        """Return a sentence if there is hardly space left, or not for a day at this rate; else None.
 
-        >>> Room(free=6 * 10**9, used=0, allowed=None).warning(5e8)
+        >>> DiskSpace(free=6 * 10**9, used=0, allowed=None).warning(5e8)
         '6.0 GB are free, enough for 12 h at the current rate (0.50 GB an hour)'
-        >>> Room(free=10**12, used=9 * 10**9, allowed=10**10).warning(5e8)
+        >>> DiskSpace(free=10**12, used=9 * 10**9, allowed=10**10).warning(5e8)
         '1.0 GB of buffer.max_bytes are left, enough for 2 h at the current rate (0.50 GB an hour)'
-        >>> Room(free=10**12, used=0, allowed=None).warning(5e8) is None
+        >>> DiskSpace(free=10**12, used=0, allowed=None).warning(5e8) is None
         True
         """
         hours = self._hours(bytes_per_hour)
@@ -95,10 +95,10 @@ class Room:
         return f"{space}, enough for {hours:.0f} h at the current rate ({(bytes_per_hour or 0.0) / 1e9:.2f} GB an hour)"
 
     def is_urgent(self, bytes_per_hour: float | None) -> bool:
-        """Return whether there is no room left, or not for an hour at this rate.
+        """Return whether there is no space left, or not for an hour at this rate.
 
-        >>> Room(free=10**9, used=0, allowed=None).is_urgent(5e8), Room(free=10**8, used=0, allowed=None).is_urgent(5e8)
-        (False, True)
+        >>> [DiskSpace(free=free, used=0, allowed=None).is_urgent(5e8) for free in (10**9, 10**8)]
+        [False, True]
         """
         return self.left <= 0 or self._hours(bytes_per_hour) < 1.0
 
@@ -114,7 +114,7 @@ class DiskWatch:
 
     Args:
         folder: the run folder.
-        allowed: see `Room`.
+        allowed: see `DiskSpace`.
         say: takes a warning.
         written: returns a running count of the bytes of trajectories and lines; only its increase matters.
         clock: seconds, for a test.
@@ -184,11 +184,11 @@ class DiskWatch:
         self._newest_checkpoint = disk_usage(path)
 
     def _warn(self, now: float, used: int) -> None:
-        room = Room(free=shutil.disk_usage(self._folder).free, used=used, allowed=self._allowed)
+        space = DiskSpace(free=shutil.disk_usage(self._folder).free, used=used, allowed=self._allowed)
         self._samples.append((now, self._growing))
         (first, before), (last, after) = self._samples[0], self._samples[-1]
         rate = (after - before) / (last - first) * 3600.0 if last - first >= _LEAST_S else None
-        warning = room.warning(rate)
+        warning = space.warning(rate)
         if warning is not None and not self._has_warned:
             self._say(f"the disk: {warning}.")
         self._has_warned = warning is not None

@@ -23,7 +23,7 @@ class FreedMemory:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._next = time.monotonic() + _EVERY_S
 
-    def give_back(self) -> None:
+    def trim(self) -> None:
         """Return it if a minute has passed."""
         if self._trim is None or time.monotonic() < self._next:
             return

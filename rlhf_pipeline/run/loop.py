@@ -240,7 +240,7 @@ class Loop:
                     break
                 self._step(batch)
                 self.after(progress.step, None)
-                freed.give_back()
+                freed.trim()
                 if progress.step % self.learn.checkpoint_every == 0 or progress.step in self._retained_steps(
                     progress.step
                 ):

@@ -550,7 +550,7 @@ class SegmentWriter(ABC):
         self.last_time: int = 0
         self.specs = {spec.name: spec for spec in meta.arrays()}
 
-    def has_room(self, batch: Batch) -> bool:
+    def fits(self, batch: Batch) -> bool:
         """Return whether a batch still fits."""
         if self.rows + batch.n_rows > self.meta.rows_cap:
             return False

@@ -251,7 +251,9 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
     return cast("dict[str, Any]", attributes)
 
 
-def read_whole(copies: Iterable[bytes | None], where: str | Path, role: str, salt: int | None = None) -> dict[str, Any]:
+def read_intact(
+    copies: Iterable[bytes | None], where: str | Path, role: str, salt: int | None = None
+) -> dict[str, Any]:
     """Return the attributes of the first copy that matches its checksum, and the salt if that is known.
 
     Raises:

@@ -248,20 +248,22 @@ class Memmap(Medium):
 def _unnamed(path: Path, ordinal: int, meta: SegmentMeta) -> Unnamed:
     """Describe a segment that the catalog does not name. A log that cannot be read may hold anything."""
     entry = Entry(ordinal, meta.kind, meta.salt, meta.merged, meta.rows_cap if meta.merged else None)
-    whole, commits, catalog = False, True, 0
+    complete, commits, catalog = False, True, 0
     try:
         log = Log(memoryview(fs.read_file(commits_path(path))), meta.salt)
         last = log.get(log.last_valid() - 1) if log.last_written() else None
         commits = log.last_written() > 0 or parse_mark(fs.read_file(mark_path(path))) != 0
-        whole = meta.merged and last is not None and last.kind == KIND_CLOSED and last.rows_end == meta.rows_cap
+        complete = meta.merged and last is not None and last.kind == KIND_CLOSED and last.rows_end == meta.rows_cap
         first = log.get(0)
         catalog = 0 if first is None else first.catalog
         if first is not None and first.ordinal != ordinal:  # a folder that was copied under another number
-            whole = commits = False
+            complete = commits = False
     except (OSError, StoreError) as error:
         fs.pass_external(error)
     sources = tuple(source for source, _ in meta.sources)
-    return Unnamed(entry=entry, schema=meta.schema, sources=sources, whole=whole, commits=commits, catalog=catalog)
+    return Unnamed(
+        entry=entry, schema=meta.schema, sources=sources, is_complete=complete, commits=commits, catalog=catalog
+    )
 
 
 def write_segment(folder: Path, meta: SegmentMeta) -> tuple[fs.OpenFile, int]:

@@ -49,7 +49,7 @@ from trajectory_store.format import (
     offsets_name,
     page_elements,
     parse_mark,
-    read_whole,
+    read_intact,
     spec_json,
     with_crc,
 )
@@ -882,7 +882,7 @@ def read_meta(folder: Path, salt: int | None = None) -> SegmentMeta:
             copies.append(None)
     if copies == [None, None]:
         raise FileNotFoundError(errno.ENOENT, "no such file", str(folder / KEY))
-    attributes = read_whole(copies, folder / KEY, "segment", salt)
+    attributes = read_intact(copies, folder / KEY, "segment", salt)
     return SegmentMeta.from_attributes(attributes, str(folder))
 
 

@@ -21,7 +21,7 @@ class Unnamed:
         entry: what the catalog would record of it.
         schema: its columns.
         sources: of a merged one, the ordinals of the segments whose rows it holds.
-        whole: a merged one was finished.
+        is_complete: a merged one was finished.
         commits: it holds commits, or may: its log cannot be read.
         catalog: the record of the catalog that its first commit refers to.
     """
@@ -29,7 +29,7 @@ class Unnamed:
     entry: Entry
     schema: Schema
     sources: tuple[int, ...] = ()
-    whole: bool = False
+    is_complete: bool = False
     commits: bool = True
     catalog: int = 0
 
@@ -60,7 +60,7 @@ def rebuild(
         if not segment.entry.merged and segment.commits and unknown and not is_named and not state.was_removed(ordinal):
             state = _with_segment(state, segment)
     for segment in reversed(unnamed_segments):
-        if segment.entry.merged and segment.whole and not any(map(state.was_removed, segment.sources)):
+        if segment.entry.merged and segment.is_complete and not any(map(state.was_removed, segment.sources)):
             replaced = [entry for entry in state.entries if not set(segment.sources).isdisjoint(entry.sources)]
             newer = all(
                 set(segment.sources).issuperset(e.sources) and e.ordinal < segment.entry.ordinal for e in replaced
@@ -98,7 +98,7 @@ def _split(state: State, entry: Entry, segments: Sequence[Unnamed]) -> State:
             segment.entry.kind == entry.kind
             and sources <= left
             and segment.commits
-            and (segment.whole or not segment.entry.merged)
+            and (segment.is_complete or not segment.entry.merged)
         ):
             left -= sources
             state = _with_segment(state, segment)

@@ -16,7 +16,7 @@ from trajectory_store.format import (
     KEY,
     Durability,
     group_json,
-    read_whole,
+    read_intact,
     time_after,
     with_crc,
 )
@@ -67,7 +67,7 @@ class Root:
     @classmethod
     def from_json(cls, where: str, *copies: bytes | None) -> Root:
         """Parse a store's zarr.json, or else the copy of it."""
-        attributes = read_whole(copies, where, "store")
+        attributes = read_intact(copies, where, "store")
         try:
             attributes_by_name: dict[str, Any] = {f.name: attributes[f.name] for f in fields(cls)}
             attributes_by_name["schema"] = Schema.from_json(attributes_by_name["schema"])

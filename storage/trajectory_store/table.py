@@ -89,7 +89,7 @@ class StoreTable(StoreReads):
         """
         rows, columns = cast("tuple[Any, Any]", key) if isinstance(key, tuple) else (key, None)
         if not isinstance(key, tuple) and _are_names(rows):
-            columns_read = self._whole(rows)
+            columns_read = self._all_rows(rows)
             return columns_read[rows] if isinstance(rows, str) else columns_read
         if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
             raise BatchError(
@@ -106,7 +106,7 @@ class StoreTable(StoreReads):
         return columns_read[columns] if isinstance(columns, str) else columns_read
 
     @following
-    def _whole(self, columns: Columns) -> dict[str, Any]:
+    def _all_rows(self, columns: Columns) -> dict[str, Any]:
         """Return columns of all rows that can be read."""
         selected = self.schema.select(columns)
         reader, columns_read = self._reader(None, selected), dict[str, Any]()

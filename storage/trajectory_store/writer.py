@@ -152,7 +152,7 @@ class Stream:
 
     def _writer_for(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> SegmentWriter:
         writer = self._writer
-        if writer is not None and self._names.issuperset(batch.values) and writer.has_room(batch):
+        if writer is not None and self._names.issuperset(batch.values) and writer.fits(batch):
             return writer
         if writer is not None:
             self._end_full(writer)

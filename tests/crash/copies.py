@@ -94,7 +94,7 @@ def held_by(path: Path) -> set[int]:
         catalog = store._catalog
         state = catalog.journal.state
         for one in catalog.medium.survey(catalog.root.first_state):
-            if one.entry.kind == "rows" and not (one.entry.merged and not one.whole):
+            if one.entry.kind == "rows" and not (one.entry.merged and not one.is_complete):
                 owners = runs_of(sorted(one.sources)) if one.entry.merged else ()
                 entry = one.entry.__class__(one.entry.ordinal, "rows", one.entry.salt, one.entry.merged, None, owners)
                 segment = catalog.medium.open_segments([entry])[0]

@@ -103,7 +103,7 @@ def test_several_turns(guesses):
         assert texts[1::2] == ["0:"] * (conversation.num_turns - 1)
         right = float(str(conversation.prompt.meta["number"]) in texts[-1])
         assert conversation.rewards == {"short": 0.25 / conversation.num_turns, "right": right}
-        ended = "stop" if conversation.whole_turn else "length"  # the last turn was cut at its limit of tokens
+        ended = "stop" if conversation.turn_stopped else "length"  # the last turn was cut at its limit of tokens
         assert conversation.finish_reason == (ended if right else "turns")
         assert conversation.info == {"metrics": {"turns": float(conversation.num_turns)}}
 

@@ -74,7 +74,7 @@ def state_of(*entries: Entry, gone: tuple[tuple[int, int], ...] = (), following:
 def unnamed(ordinal: int, *sources: int, whole: bool = True, catalog: int = 0) -> Unnamed:
     """A segment that is there."""
     entry = Entry(ordinal, "rows", 100 + ordinal, bool(sources))
-    return Unnamed(entry=entry, schema=SCHEMA, sources=sources, whole=whole and bool(sources), catalog=catalog)
+    return Unnamed(entry=entry, schema=SCHEMA, sources=sources, is_complete=whole and bool(sources), catalog=catalog)
 
 
 def test_a_folder_that_was_copied_under_another_number_counts_for_nothing():

@@ -1,6 +1,6 @@
 """Batches of older versions of TorchRL: flat keys, and values per token that cover only the response.
 
-A row has `tokens` (of the prompt), `tokens_response` and `log_probs`. `whole_rows` gives it whole tokens, as the rest
+A row has `tokens` (of the prompt), `tokens_response` and `log_probs`. `complete_rows` gives it all tokens, as the rest
 of this package reads them; `with_responses` cuts what was computed back to the response, with a last dimension of one,
 as these versions have it.
 """
@@ -28,7 +28,7 @@ def is_flat(td: TensorDictBase, log_probs: Key) -> bool:
     return isinstance(entries.get(log_probs), Tensor) and isinstance(entries.get(PROMPT), Tensor | None)
 
 
-def whole_rows(td: TensorDictBase, log_probs: str, per_token: Sequence[Key]) -> TensorDictBase:
+def complete_rows(td: TensorDictBase, log_probs: str, per_token: Sequence[Key]) -> TensorDictBase:
     """Return a flat batch as a lazy stack `[n]` of rows with complete token sequences and the assistant's mask.
 
     Args:
@@ -36,13 +36,13 @@ def whole_rows(td: TensorDictBase, log_probs: str, per_token: Sequence[Key]) -> 
         log_probs: the key of the log-probs.
         per_token: further keys; their values per token are placed as the log-probs are.
     """
-    return lazy_stack([_whole(row, log_probs, per_token) for row in _rows(td, log_probs)])  # pyright: ignore[reportReturnType]
+    return lazy_stack([_complete_row(row, log_probs, per_token) for row in _rows(td, log_probs)])  # pyright: ignore[reportReturnType]
 
 
-def with_responses(td: TensorDictBase, whole: TensorDictBase, log_probs: str, keys: Sequence[Key]) -> TensorDictBase:
+def with_responses(td: TensorDictBase, complete: TensorDictBase, log_probs: str, keys: Sequence[Key]) -> TensorDictBase:
     """Return a shallow copy of a flat batch with what was computed for its whole rows, `[T_response, 1]` each."""
     out = td.clone(recurse=False)
-    rows = list(zip(_rows(td, log_probs), rows_of(whole), strict=True))
+    rows = list(zip(_rows(td, log_probs), rows_of(complete), strict=True))
     for key in keys:
         responses = [_response(row, done.get(key), log_probs) for row, done in rows if done.get(key, None) is not None]
         if len(responses) < len(rows):
@@ -73,7 +73,7 @@ def _real(row: Any, log_probs: str) -> Tensor:
     return ~row.get(log_probs).reshape(-1).isnan()
 
 
-def _whole(row: Any, log_probs: str, per_token: Sequence[Key]) -> TensorDict:
+def _complete_row(row: Any, log_probs: str, per_token: Sequence[Key]) -> TensorDict:
     real = _real(row, log_probs)
     response = row.get(RESPONSE, None)
     prompt = row.get(PROMPT, None)
@@ -83,18 +83,18 @@ def _whole(row: Any, log_probs: str, per_token: Sequence[Key]) -> TensorDict:
     # A row needs a token before its response; nothing is scored where there are no tokens.
     prompt = torch.zeros(1, dtype=torch.int64) if prompt is None else prompt
     out: dict[Any, Any] = {name: value for name, value in row.items() if name not in (PROMPT, RESPONSE, PROMPT_MASK)}
-    whole = TensorDict(out)
+    complete = TensorDict(out)
     if response is not None:
-        whole[TOKENS] = torch.cat([prompt, response.reshape(-1)[real]])
+        complete[TOKENS] = torch.cat([prompt, response.reshape(-1)[real]])
     assistant_mask = torch.ones(len(prompt) + int(real.sum()), dtype=torch.bool)
     assistant_mask[: len(prompt)] = False
-    whole[ASSISTANT_MASK], whole[ATTENTION_MASK] = assistant_mask, torch.ones_like(assistant_mask)
+    complete[ASSISTANT_MASK], complete[ATTENTION_MASK] = assistant_mask, torch.ones_like(assistant_mask)
     for key in (log_probs, *per_token):
         value = row.get(key, None)
         if value is not None and value.numel() == real.numel():
             before = value.new_full((len(prompt),), 0.0 if key != log_probs else torch.nan)
-            whole[key] = torch.cat([before, value.reshape(-1)[real]])
-    return whole
+            complete[key] = torch.cat([before, value.reshape(-1)[real]])
+    return complete
 
 
 def _response(row: Any, scored: Tensor, log_probs: str) -> Tensor:

@@ -18,7 +18,7 @@ from torchrl.modules.llm.policies.common import LLMWrapperBase
 from rlhf_pipeline.data.keys import KL_PENALTY, LOG_PROBS, REF_LOG_PROBS, REWARD, TASK_REWARD, Key
 from rlhf_pipeline.data.trajectories import Flat, Trajectories
 from rlhf_pipeline.errors import DefinitionError, MissingKeyError, refuse_unknown
-from rlhf_pipeline.interop.torchrl.flat_responses import is_flat, whole_rows, with_responses
+from rlhf_pipeline.interop.torchrl.flat_responses import complete_rows, is_flat, with_responses
 from rlhf_pipeline.transforms.base import declare_per_token, in_next
 from rlhf_pipeline.transforms.kl_controllers import KLController
 from rlhf_pipeline.transforms.kl_reward import KLKeys, KLReward, constant_controller
@@ -154,7 +154,7 @@ class KLRewardTransform(KLReward):
         log_probs, keys = self.keys.log_probs, self.keys
         if not isinstance(log_probs, str) or not is_flat(td, log_probs):
             return super()._fill(td, writing=writing)
-        whole = super()._fill(whole_rows(td, log_probs, (keys.reward, keys.ref_log_probs)), writing=writing)
+        whole = super()._fill(complete_rows(td, log_probs, (keys.reward, keys.ref_log_probs)), writing=writing)
         computed = [keys.penalty, keys.scored, *([keys.shaped] if self.add_to_reward else [])]
         return with_responses(td, whole, log_probs, computed)
 

@@ -257,7 +257,7 @@ class EngineRollout:
             for row in rows:
                 self.ended(row, self.sampled_ids[row, : self.num_sampled[row]].tolist())
 
-    def give_way(self) -> bool:
+    def let_weights_change(self) -> bool:
         """Let other threads change the weights, and wait until they are done; True if the weights may have changed."""
         changed, steps = False, len(self.out_rows)
         with self.engine.gate.sampling_interrupted():

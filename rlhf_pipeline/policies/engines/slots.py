@@ -297,7 +297,7 @@ class SlotRun(EngineRollout):
             drawn = self._sample(hidden, rows, stored - self.firsts(rows))
             tokens, leaves, _ = self.take(rows, stored, *drawn)
         # Between sampling a token and feeding it, so that trunk and head use the same weights for the next one.
-        changed = self.give_way()
+        changed = self.let_weights_change()
         if self.must_end():
             return self.cut(rows[~leaves])
         if changed:
@@ -341,7 +341,7 @@ class SlotRun(EngineRollout):
             device.advance(self.strode)
             self.report()
             fed = self._take_all(*device.read(count, self.strode))
-        changed = self.give_way()
+        changed = self.let_weights_change()
         if self.must_end():
             return self.cut(self.live[~self.leaves])
         self.stored = self.stored + fed
@@ -659,10 +659,10 @@ class _Turns(SlotRun):
         self.clock += self.strode
         return going
 
-    def give_way(self) -> bool:
-        """Wait for the replies that the next step takes, then see `EngineRollout.give_way`."""
+    def let_weights_change(self) -> bool:
+        """Wait for the replies that the next step takes, then see `EngineRollout.let_weights_change`."""
         self.came |= self._fetch(self._due_by(self.clock + self.strode))
-        return super().give_way()
+        return super().let_weights_change()
 
     def _due_by(self, clock: int) -> list[int]:
         """Return, and forget, the conversations whose reply a step up to this one takes."""

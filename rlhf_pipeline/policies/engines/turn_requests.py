@@ -68,7 +68,7 @@ class TurnRequests:
         spans = len(row.turn_spans) + row.branched[1]
         return Request(
             prompts=[row.ids],
-            max_new_tokens=min(self._limits[place], row.room + 1),
+            max_new_tokens=min(self._limits[place], row.tokens_left + 1),
             temperature=request.temperature,
             end_token_ids=request.end_token_ids,
             seed=request.seed,

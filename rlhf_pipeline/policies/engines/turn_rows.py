@@ -65,7 +65,7 @@ class TurnRow:
         return self.turn_spans[-1][0]
 
     @property
-    def room(self) -> int:
+    def tokens_left(self) -> int:
         """How many tokens a reply may have, if one sampled token is to follow."""
         return self.most - len(self.ids) - 1
 
@@ -115,8 +115,8 @@ class EndedTurn:
 
 
 Answer = Sequence[int] | TurnRow | None
-"""The tokens of a reply, at most `TurnRow.room`; another row of the conversation, including its reply, which the policy
-continues next; or None if the conversation is over."""
+"""The tokens of a reply, at most `TurnRow.tokens_left`; another row of the conversation, including its reply, which the
+policy continues next; or None if the conversation is over."""
 Answers = Mapping[int, Answer]
 """The answer for each conversation."""
 

@@ -199,7 +199,7 @@ class _Worker:
             if not apart:
                 self.version, self.digests[step] = step, requested.digest
             self.evaluator.evaluate(step, self.stop, digests={step: requested.digest}, due=True)
-        self.freed.give_back()
+        self.freed.trim()
 
     def _store_rollout(self, rollout: int, published: Published) -> None:
         """Store a rollout and record it."""
@@ -228,7 +228,7 @@ class _Worker:
         )
         self.num_rollouts += 1
         self.num_trajectories += done.num_trajectories
-        self.freed.give_back()
+        self.freed.trim()
         self.on_event(
             RolloutDone(
                 collector=self.heartbeat.name,

@@ -177,7 +177,7 @@ class Supervisor:
         except ProcessFailedError as error:
             logger.error("supervisor: stopping: %s", error)
             self._wind_down(signal.SIGTERM)
-            raise ProcessFailedError(f"{error} {self._way_on()}") from None
+            raise ProcessFailedError(f"{error} {self._next_command()}") from None
         finally:
             for child in self.children.values():
                 if child.lives:
@@ -230,7 +230,7 @@ class Supervisor:
         last_words = f"Last line of stderr: {ended.last_words}\n" if ended.last_words else ""
         return f"{last_words}See {ended.log} for details."
 
-    def _way_on(self) -> str:
+    def _next_command(self) -> str:
         with suppress(StoreError, DataError):
             if came_to_nothing(RunFolder(self.run_dir)):
                 return "Nothing was stored: fix the problem, then repeat the command."

@@ -88,7 +88,7 @@ class Leases:
         finally:
             leave.set()
             thread.join()
-            self._give_back(name, tag, {**report(), "life": life})
+            self._release(name, tag, {**report(), "life": life})
 
     def _take(self, name: str, life: str, wait_s: float, report: Callable[[], Mapping[str, Any]]) -> str:
         last_tag, since = None, time.monotonic()
@@ -108,7 +108,7 @@ class Leases:
                 )
             time.sleep(min(1.0, self.seconds / 8))
 
-    def _give_back(self, name: str, tag: str, last: Mapping[str, Any]) -> None:
+    def _release(self, name: str, tag: str, last: Mapping[str, Any]) -> None:
         with contextlib.suppress(StoreError):
             current = self._bucket.tagged(self._key(name))
             if current is not None and current.tag == tag:

@@ -32,7 +32,7 @@ from trajectory_store.format import (
     page_elements,
     per_name,
     read_attributes,
-    read_whole,
+    read_intact,
     segment_name,
     spec_json,
     to_hex,
@@ -147,7 +147,7 @@ class ObjectMedium(Medium):
     ) -> tuple[SegmentMeta, Mapping[str, Any] | None]:
         """Return the metadata of a segment from its zarr.json, or else from the copy of it."""
         copies = (self.bucket.get(key) if key else raw for key in (None, f"{name}/{COPY}"))
-        attributes = read_whole(copies, f"{name}/{KEY}", "segment", salt)
+        attributes = read_intact(copies, f"{name}/{KEY}", "segment", salt)
         meta = SegmentMeta.from_attributes(attributes, name)
         sealed = attributes.get("sealed") if meta.merged else None
         if meta.merged:
@@ -378,7 +378,7 @@ class ObjectMedium(Medium):
             meta, _ = self._read_meta(name, raw)
         except StoreError:
             whole, raw = False, self.bucket.get(f"{name}/{MERGING}")
-            meta = SegmentMeta.from_attributes(read_whole([raw], f"{name}/{MERGING}", "segment"), name)
+            meta = SegmentMeta.from_attributes(read_intact([raw], f"{name}/{MERGING}", "segment"), name)
         if meta.store != state.store or name != segment_name(ordinal, merged=meta.merged):
             raise CorruptionError(f"{name} is a segment of another store.")
         entry = Entry(ordinal, meta.kind, meta.salt, meta.merged, meta.rows_cap if meta.merged else None)
@@ -392,7 +392,7 @@ class ObjectMedium(Medium):
             entry=entry,
             schema=meta.schema,
             sources=tuple(source for source, _ in meta.sources),
-            whole=whole and meta.merged,
+            is_complete=whole and meta.merged,
             commits=meta.merged or (bool(commits) and not only_end),
             catalog=catalog,
         )
@@ -543,9 +543,9 @@ class ObjectWriter(SegmentWriter):
         self._finishing = threading.RLock()
         fork_safety.guard(self, 3, self._finishing)
 
-    def has_room(self, batch: Batch) -> bool:
+    def fits(self, batch: Batch) -> bool:
         """Return whether a batch still fits; a segment of many commits ends, so that upkeep may merge it."""
-        return self.records < MOST_COMMITS and super().has_room(batch)
+        return self.records < MOST_COMMITS and super().fits(batch)
 
     def commit(self, batch: Batch, time_ns: int, catalog: int) -> int:
         """Put the object of a commit; return its first row."""

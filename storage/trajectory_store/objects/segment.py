@@ -149,7 +149,7 @@ class ObjectSegment(Segment):
         self.sealed = sealed
         self.closed = sealed is not None
         """Whether the writer had synced everything when it ended the segment."""
-        self._whole = bucket.costly or meta.kind == "update"
+        self._reads_objects = bucket.costly or meta.kind == "update"
         """Whether objects are read completely; an update with any damage is not applied."""
         self._edges: Int64Array = np.empty(0, np.int64)
         self._fetched: dict[str, npt.NDArray[np.bool_]] = {}
@@ -242,7 +242,7 @@ class ObjectSegment(Segment):
     def next_size(self) -> int:
         """How much of the next commit to request: all of it if values of the last one were read."""
         last = self.records - 1
-        fetched = list(self._fetched.values()) if self._whole and self.records else []
+        fetched = list(self._fetched.values()) if self._reads_objects and self.records else []
         return WHOLE if any(last < len(done) and done[last] for done in fetched) else self.bucket.tail
 
     def take_next(self, tail: tuple[bytes, int] | None) -> bool:
@@ -449,7 +449,7 @@ class ObjectSegment(Segment):
     def missing(self, parts: Iterable[Part]) -> list[str]:
         """Return the keys of the objects of which all, or most, has to be fetched before some arrays can be read."""
         keys: dict[str, None] = {}
-        if not self._whole:
+        if not self._reads_objects:
             parts = list(parts)
             parts = parts[:1] if self.sealed is None and 2 * len(parts) > len(self.specs) else []
         with self._cache.lock:
@@ -543,7 +543,7 @@ class ObjectSegment(Segment):
     def _units(self, name: str, rows: Rows | None) -> Int64Array:
         """Return the units that hold the values of rows: commits, or chunks of the array in a merged segment."""
         spec = self.specs[name]
-        if self.meta.kind == "update" or (self.sealed is not None and self._whole) or isinstance(rows, slice):
+        if self.meta.kind == "update" or (self.sealed is not None and self._reads_objects) or isinstance(rows, slice):
             rows = None  # few requests are better than few bytes
         if self.sealed is None:
             if len(self._edges) != len(self.history):
@@ -577,7 +577,7 @@ class ObjectSegment(Segment):
         return done
 
     def _fetch_commits(self, name: str, seqs: Sequence[int]) -> None:
-        whole = set(seqs) if self._whole else {seq for seq in seqs if self._size(seq) <= SMALL}
+        whole = set(seqs) if self._reads_objects else {seq for seq in seqs if self._size(seq) <= SMALL}
         with self._files([*self.specs] if whole else [name]) as files:
             only = {name: files[name]}
             for first in range(0, len(seqs), FETCHED):
@@ -628,7 +628,7 @@ class ObjectSegment(Segment):
     def chunks(self, name: str, chunks: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[Any] | str]]:
         """Get some chunks of an array of a merged segment; of one that is damaged, the words for it."""
         spec, layout = self.specs[name], self.layouts[name]
-        objects = self._objects(layout.shards(self.name, spec)) if self._whole else {}
+        objects = self._objects(layout.shards(self.name, spec)) if self._reads_objects else {}
         expected = dict(zip(chunks, self._crcs(name, chunks, objects).tolist(), strict=True))
         for chunk, raw in read_chunks(self.bucket, objects, self.name, spec, layout, chunks, self._indexes):
             where = f"object {self.name}/{name}, chunk {chunk},"

@@ -65,7 +65,7 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
         if column.name in store.schema:
             among = among[store.read_scalars(column.name, among) != excluded]
     newest = among[newest_rows(numbered(store, "trajectory_id", among), numbered(store, "group_id", among))]
-    newest = newest[_are_whole(store, newest)]
+    newest = newest[_have_all_rows(store, newest)]
     if row_ids is not None:
         among, newest = row_ids[np.isin(row_ids, among)], row_ids[np.isin(row_ids, newest)]
     scored = _are_scored(store, newest)
@@ -76,7 +76,7 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
     )
 
 
-def _are_whole(store: TrajectoryStore, row_ids: Ints) -> npt.NDArray[np.bool_]:
+def _have_all_rows(store: TrajectoryStore, row_ids: Ints) -> npt.NDArray[np.bool_]:
     """Return which rows are of an episode whose rows are all among these."""
     position, size = (column.name for column in EPISODE[1:])
     if size not in store.schema:

@@ -46,7 +46,7 @@ class RecordBatch:
 
     def __init__(self, fields: FieldValues, num: int, encoder: Encoder, sources: Sequence[Mapping[str, Any]]) -> None:
         self.num = num
-        self.columns = _columns(fields, num, sources) if encoder.tokenizer is None or _is_whole(fields) else None
+        self.columns = _columns(fields, num, sources) if encoder.tokenizer is None or _is_encoded(fields) else None
         self._rows: list[dict[str, Any]] = []
         if self.columns is None:
             self._rows = [_row(fields, i, encoder, source) for i, source in enumerate(sources)]
@@ -100,7 +100,7 @@ class RecordBatch:
         return prepare(schema, {name: values for name, values in self.columns.items() if name in schema})
 
 
-def _is_whole(fields: FieldValues) -> bool:
+def _is_encoded(fields: FieldValues) -> bool:
     """Return True where nothing has to be encoded or decoded for a person to read."""
     texts = (fields.get("prompt"), fields.get("completion"))
     return "prompt_ids" in fields and "completion_ids" in fields and all(text and all(text) for text in texts)

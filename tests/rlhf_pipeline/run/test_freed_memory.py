@@ -26,9 +26,9 @@ def test_holes_are_given_back_once_a_minute(monkeypatch: pytest.MonkeyPatch):
     blocks = [np.ones(12_000) for _ in range(1100)]  # of 96 kB: small enough to come from the heap
     blocks = blocks[::11]
     held = anonymous_mb()
-    freed.give_back()
+    freed.trim()
     assert anonymous_mb() > held - 10
     now += 61.0
-    freed.give_back()
+    freed.trim()
     assert anonymous_mb() < held - 80
     assert len(blocks) == 100

@@ -422,7 +422,7 @@ class Replier:
             count = self.turns[turn.place] = self.turns.get(turn.place, 0) + 1
             draw = random.Random(turn.place * 100 + count)
             reply = [draw.randrange(2, 97) for _ in range(draw.choice((0, 1, 3, 16, 25, 60)))]
-            over = count > 4 or len(reply) > turn.row.room
+            over = count > 4 or len(reply) > turn.row.tokens_left
             target = self.replies if draw.random() < self.late else answers
             target[turn.place] = None if over else reply
         return answers

@@ -116,7 +116,7 @@ class Talker:
         for turn in ended:
             self.turns[turn.place] = self.turns.get(turn.place, 0) + 1
             reply = [self.draw.randrange(2, 97) for _ in range(self.draw.choice((0, 1, 3, 16, 25, 60)))]
-            over = self.turns[turn.place] > 4 or len(reply) > turn.row.room
+            over = self.turns[turn.place] > 4 or len(reply) > turn.row.tokens_left
             (self.late if self.draw.random() < 0.3 else answers)[turn.place] = None if over else reply
         return answers
 
