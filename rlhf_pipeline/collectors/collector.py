@@ -288,7 +288,7 @@ class Collector:
         # Otherwise the write path dropped part of it, and would again.
         self.buffer.extend(batch, write=len(rows) == 0 or cut)
         rewards = np.array([item.reward for item in grades], dtype=np.float32)
-        _say_failures(rollout, joined.grades, config.alarm_failed, say)
+        _report_failures(rollout, joined.grades, config.alarm_failed, say)
         turns, reasons = num_turns(sampled), np.array(sampled.texts(keys.FINISH_REASON), dtype=object)[last]
         lengths = totals(sampled.lengths(keys.TOKENS) - sampled.numbers(keys.NUM_PROMPT_TOKENS), last)
         figures = rollout_figures(
@@ -355,8 +355,8 @@ class Collector:
             prompts = [prompt_at(self.prompts, int(cursor), self.seed) for cursor in cursors]
             self._hand_over(policy_version)
             conversations.run(prompts, cursors.tolist(), refresh=refresh, ended=ended, only=left)
-            _say_notices(self._engine, say)
-            _say_failures(rollout, grades, self.config.alarm_failed, say)
+            _report_notices(self._engine, say)
+            _report_failures(rollout, grades, self.config.alarm_failed, say)
         else:
             self.observe(cursors)
         rows = self._rows_of(cursors)
@@ -465,7 +465,7 @@ class Collector:
             else:
                 rows = self._conversed(self.conversations, prompts, cursors, grading, refresh)
             grades = grading.results(stop, say)
-        _say_notices(self._engine, say)
+        _report_notices(self._engine, say)
         check_all_failed(grades, self.grader.rewards)
         steered, by = self._steered(grades), self.config.dynamic_by
         if by is not None and say is not None and not np.isfinite(steered).any():
@@ -686,14 +686,14 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | Non
         raise DefinitionError(f"{why}; write.kl_target needs complete rollouts. Set it to None.")
 
 
-def _say_notices(engine: Engine | None, say: Callable[[str], None] | None) -> None:
+def _report_notices(engine: Engine | None, say: Callable[[str], None] | None) -> None:
     if say is not None:
         of_engine = engine.take_notices() if isinstance(engine, SlotEngine) else []
         for sentence in process_runtime().take_notices() + of_engine:
             say(sentence)
 
 
-def _say_failures(rollout: int, grades: Sequence[Grade], most: float, say: Callable[[str], None] | None) -> None:
+def _report_failures(rollout: int, grades: Sequence[Grade], most: float, say: Callable[[str], None] | None) -> None:
     """Report a rollout of which a larger share than this has no reward to trust, as something failed."""
     broken = [item for item in grades if item.broken]
     if say is None or len(broken) <= most * len(grades):

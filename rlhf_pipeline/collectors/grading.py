@@ -287,7 +287,9 @@ class Grading:
             self._for_main.append(graded)
             self._changed.notify_all()
 
-    def results(self, stop: Callable[[], bool] | None = None, say: Callable[[str], None] | None = None) -> list[Grade]:
+    def results(
+        self, stop: Callable[[], bool] | None = None, on_notice: Callable[[str], None] | None = None
+    ) -> list[Grade]:
         """Wait for all calls and return the grades, by place."""
         stop_at = math.inf
         while self._open:
@@ -302,8 +304,8 @@ class Grading:
                 with self._changed:
                     graded.outcome = outcome
                     self._open -= 1
-            if say is not None:
-                self._name_slow(say)
+            if on_notice is not None:
+                self._report_slow_calls(on_notice)
             if stop is not None and stop() and self._open:
                 stop_at = min(stop_at, time.monotonic() + _GRACE_S)
                 if time.monotonic() >= stop_at:
@@ -322,13 +324,13 @@ class Grading:
         values = (math.nan,) * len(self._grader.rewards)
         return Grade(reward=math.nan, error=failure.error, kind=failure.kind, values=values)
 
-    def _name_slow(self, say: Callable[[str], None]) -> None:
+    def _report_slow_calls(self, on_notice: Callable[[str], None]) -> None:
         """Name calls that take long."""
         now = time.monotonic()
         for graded in self._calls.values():
             if graded.outcome is None and not graded.is_named and now - _start_of(graded, now) > _SAY_AFTER_S:
                 graded.is_named = True
-                say(f"still waiting for {_described(graded)} after {now - _start_of(graded, now):.0f} s ...")
+                on_notice(f"still waiting for {_described(graded)} after {now - _start_of(graded, now):.0f} s ...")
 
     def _waited_for(self) -> str:
         running = [graded for graded in self._calls.values() if graded.outcome is None]

@@ -75,14 +75,14 @@ class CheckpointWriter:
     Args:
         folder: of the checkpoints.
         learner: its state is saved.
-        say: receives the notice that the run waits for its checkpoints.
+        on_notice: receives the notice that the run waits for its checkpoints.
     """
 
-    def __init__(self, folder: Path, learner: Learner, *, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, learner: Learner, *, on_notice: Callable[[str], None]) -> None:
         self._folder = folder
         self._learner = learner
-        self._say = say
-        self._has_said = False
+        self._on_notice = on_notice
+        self._has_reported = False
         self._step: int | None = None
         self._thread: Thread | None = None
         self._failure: Exception | None = None
@@ -165,15 +165,15 @@ class CheckpointWriter:
             self._failure.__cause__ = error
 
     def _report_wait(self) -> None:
-        if self._has_said:
+        if self._has_reported:
             return
-        self._has_said = True
+        self._has_reported = True
         why = (
             "this machine has too little free memory for a copy of the learner's state"
             if self._learner.shards is None
             else "the learner's state is sharded over several processes"
         )
-        self._say(f"the run waits for each checkpoint, because {why}.")
+        self._on_notice(f"the run waits for each checkpoint, because {why}.")
 
 
 def drop_checkpoints(folder: Path, step: int, *, keep: int, besides: Collection[int]) -> None:

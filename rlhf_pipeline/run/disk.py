@@ -115,7 +115,7 @@ class DiskWatch:
     Args:
         folder: the run folder.
         allowed: see `DiskSpace`.
-        say: takes a warning.
+        on_notice: takes a warning.
         written: returns a running count of the bytes of trajectories and lines; only its increase matters.
         clock: seconds, for a test.
     """
@@ -124,14 +124,14 @@ class DiskWatch:
         self,
         folder: Path,
         allowed: int | None,
-        say: Callable[[str], None],
+        on_notice: Callable[[str], None],
         *,
         written: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._allowed = allowed
-        self._say = say
+        self._on_notice = on_notice
         self._written = written
         self._clock = clock
         self._next = clock()
@@ -190,7 +190,7 @@ class DiskWatch:
         rate = (after - before) / (last - first) * 3600.0 if last - first >= _LEAST_S else None
         warning = space.warning(rate)
         if warning is not None and not self._has_warned:
-            self._say(f"the disk: {warning}.")
+            self._on_notice(f"the disk: {warning}.")
         self._has_warned = warning is not None
 
 

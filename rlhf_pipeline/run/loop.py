@@ -165,7 +165,7 @@ class Loop:
         )
         """Whether a resumed run needs no trajectory from before its checkpoint, if the next step begins a rollout."""
         self._unrecorded: Setup | None = setup
-        self._writer = CheckpointWriter(run.checkpoints, learner, say=lambda notice: notify(on_event, notice))
+        self._writer = CheckpointWriter(run.checkpoints, learner, on_notice=lambda notice: notify(on_event, notice))
         self._begun: int | None = None
         """The step of the newest checkpoint, finished or not, which is not saved again."""
         self._saved: int | None = None
