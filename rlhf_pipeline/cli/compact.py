@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.output import progress_lines, say
+from rlhf_pipeline.cli.output import echo, progress_lines
 from rlhf_pipeline.errors import RunExistsError, RunStorageError, typed
 from rlhf_pipeline.report.formatting import count, duration
 
@@ -63,8 +63,8 @@ def execute(args: argparse.Namespace) -> int:
         num = len(store)
     if report.skipped:
         raise RunExistsError(f"{path} was not compacted: {report.skipped}. Try again later.")
-    say("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
-    say(f"check it:  rlhf-pipeline verify {typed(args.path)}")
+    echo("\n".join(_lines(report, path, num, (before, disk_usage(path)), time.perf_counter() - started)))
+    echo(f"check it:  rlhf-pipeline verify {typed(args.path)}")
     return 0
 
 

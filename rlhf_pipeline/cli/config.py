@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_pipeline.cli.output import say, say_as_is
+from rlhf_pipeline.cli.output import echo, echo_raw
 
 HELP = "show the meaning, bounds and default of every setting"
 DETAILS = """\
@@ -53,14 +53,14 @@ def execute(args: argparse.Namespace) -> int:
         from rlhf_pipeline.report import figures
 
         if args.markdown:
-            say_as_is("\n".join(figures.page()))
+            echo_raw("\n".join(figures.page()))
         else:
-            say("\n".join(map(_figure, figures.figures().values())))
+            echo("\n".join(map(_figure, figures.figures().values())))
         return 0
     if args.markdown and args.names in (["commands"], ["errors"]):
         from rlhf_pipeline.cli import reference_pages
 
-        say_as_is(
+        echo_raw(
             "\n".join(reference_pages.commands_page() if args.names == ["commands"] else reference_pages.errors_page())
         )
         return 0
@@ -70,7 +70,7 @@ def execute(args: argparse.Namespace) -> int:
             "other names."
         )
     if args.markdown:
-        say_as_is("\n".join(page()))
+        echo_raw("\n".join(page()))
         return 0
     settings_by_path = dict(_all_paths())
     names = list(args.names)
@@ -94,9 +94,9 @@ def execute(args: argparse.Namespace) -> int:
     paths = [path for path, _ in (paths_of(Pipeline) if pipeline is None else _paths_in(pipeline))]
     selected_paths = [path for path in paths if field is None or path == field or path.startswith(f"{field}.")]
     if field is not None and len(selected_paths) <= 1:
-        say("\n".join(_setting_lines(field, settings_by_path[field], pipeline)))
+        echo("\n".join(_setting_lines(field, settings_by_path[field], pipeline)))
     else:
-        say("\n".join(_table(selected_paths, settings_by_path, pipeline)))
+        echo("\n".join(_table(selected_paths, settings_by_path, pipeline)))
     return 0
 
 

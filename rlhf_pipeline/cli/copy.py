@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from rlhf_pipeline.cli.output import Ticker, say
+from rlhf_pipeline.cli.output import Ticker, echo
 from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
@@ -52,9 +52,9 @@ def execute(args: argparse.Namespace) -> int:
     chosen = f", {report.num_left_out:,} excluded" if report.num_left_out else ""
     sizes = f"{disk_usage(path) / 1e6:.1f} MB -> {disk_usage(report.path) / 1e6:.1f} MB"
     took = duration(time.perf_counter() - started)
-    say(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")
-    say("the copy has new ids; trajectory_id and all other columns are unchanged")
+    echo(f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, {args.backend}, {sizes}, {took}")
+    echo("the copy has new ids; trajectory_id and all other columns are unchanged")
     copied_path = typed(report.path)
-    say(f"compare:       rlhf-pipeline diff {typed(args.path)} {copied_path}")
-    say(f"look at them:  rlhf-pipeline inspect {copied_path}")
+    echo(f"compare:       rlhf-pipeline diff {typed(args.path)} {copied_path}")
+    echo(f"look at them:  rlhf-pipeline inspect {copied_path}")
     return 0

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import Ticker, say, say_json
+from rlhf_pipeline.cli.output import Ticker, echo, echo_json
 from rlhf_pipeline.errors import DefinitionError, did_you_mean, typed
 from rlhf_pipeline.report.formatting import count, one_line
 from rlhf_pipeline.run import filenames
@@ -77,9 +77,9 @@ def execute(args: argparse.Namespace) -> int:
         sizes = [len(side.store) for side in sides]
     if args.json:
         comparison = {"config": config, "steps": None if steps is None else asdict(steps), "trajectories": rows}
-        say_json({"same": same, "left": args.left, "right": args.right, **comparison})
+        echo_json({"same": same, "left": args.left, "right": args.right, **comparison})
     else:
-        say("\n".join(_lines(args, sizes, config, steps, rows, same=same)))
+        echo("\n".join(_lines(args, sizes, config, steps, rows, same=same)))
     return 0 if same else 1
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import echo
 from rlhf_pipeline.report.formatting import count, duration
 
 _NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "google-crc32c")
@@ -32,7 +32,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print each check as it completes; return 1 if something is missing."""
     del args
-    say(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.release()}")
+    echo(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.release()}")
     bad = 0
     for heading, checks in (
         ("", _packages()),
@@ -40,11 +40,11 @@ def execute(args: argparse.Namespace) -> int:
         ("devices (importing torch ...)", _devices()),
     ):
         if heading:
-            say(heading)
+            echo(heading)
         for ok, text in checks:
             bad += not ok
-            say(f"  {'ok ' if ok else 'BAD'}  {text}")
-    say("No problem found. Try: rlhf-pipeline run copy_digits" if not bad else f"{count(bad, 'problem')}, see above.")
+            echo(f"  {'ok ' if ok else 'BAD'}  {text}")
+    echo("No problem found. Try: rlhf-pipeline run copy_digits" if not bad else f"{count(bad, 'problem')}, see above.")
     return 1 if bad else 0
 
 

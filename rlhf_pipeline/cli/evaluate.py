@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import above_zero, add_json, add_overrides, add_trust, natural, positive
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunMismatchError, typed
 
@@ -94,7 +94,7 @@ def execute(args: argparse.Namespace) -> int:
     stores = {name: evaluation_store(folder, pipeline, settings, name) for name, settings in sets.items()}
     if args.json:
         store_paths = {name: str(store) for name, store in stores.items()}
-        say_json(
+        echo_json(
             {"step": step, **({"store": store_paths[""]} if "" in store_paths else {"stores": store_paths}), **figures}
         )
         return 0
@@ -104,10 +104,10 @@ def execute(args: argparse.Namespace) -> int:
         per_prompt = count(settings_of_set.group_size, "completion")
         each = f"{per_prompt} per prompt at temperature {settings_of_set.temperature:g}"
         name = f", {event.name}" if event.name else ""
-        say(f"{what}{name}: {evaluation_words(event.figures)}\n  {each}\nstored: {stores[event.name]}")
-    say("next:")
+        echo(f"{what}{name}: {evaluation_words(event.figures)}\n  {each}\nstored: {stores[event.name]}")
+    echo("next:")
     for command, meaning in _next_commands(args.path, run, step, next(iter(stores.values()))):
-        say(f"  {command}\n      {meaning}")
+        echo(f"  {command}\n      {meaning}")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from rlhf_pipeline.cli.output import Ticker, say
+from rlhf_pipeline.cli.output import Ticker, echo
 from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
@@ -60,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
         on_batch=Ticker(),
     )
     chosen = f", {report.num_left_out:,} excluded" if report.num_left_out else ""
-    say(
+    echo(
         f"{report.path}: {count(report.num_trajectories, 'trajectory')}{chosen}, "
         f"{count(len(report.columns), 'column')}, {report.size_bytes / 1e6:.1f} MB, "
         f"{duration(time.perf_counter() - started)}"
@@ -72,6 +72,6 @@ def execute(args: argparse.Namespace) -> int:
         "jsonl": f"head -n 1 {typed(path)} | jq .",
         "atif": "any reader of ATIF 1.8 can read each document",
     }
-    say(f"read it:   {readers[report.kind]}")
-    say(f"import it: rlhf-pipeline import {typed(path)} --into NEW_STORE")
+    echo(f"read it:   {readers[report.kind]}")
+    echo(f"import it: rlhf-pipeline import {typed(path)} --into NEW_STORE")
     return 0

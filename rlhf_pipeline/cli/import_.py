@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import Ticker, say, warn
+from rlhf_pipeline.cli.output import Ticker, echo, warn
 from rlhf_pipeline.cli.parser import above_zero, add_fields, natural
 from rlhf_pipeline.errors import DefinitionError, typed
 from rlhf_pipeline.report.formatting import count, duration, number
@@ -114,7 +114,7 @@ def execute(args: argparse.Namespace) -> int:
             f"{run.parent / 'imported'}"
         )
     if args.tokenizer is not None:
-        say("importing transformers for the tokenizer ...")
+        echo("importing transformers for the tokenizer ...")
     started, ticker = time.perf_counter(), Ticker()
     options: dict[str, Any] = {
         "format": args.format,
@@ -132,7 +132,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.follow:
         return _follow(args, into, options)
     report = import_files(args.files, into, **options, on_commit=lambda report: ticker(report.num_imported))
-    say("\n".join(_lines(report, time.perf_counter() - started, args.tokenizer)))
+    echo("\n".join(_lines(report, time.perf_counter() - started, args.tokenizer)))
     return 0
 
 
@@ -145,14 +145,14 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
         raise DefinitionError(
             "--follow needs exactly one existing folder: rlhf-pipeline import --follow FOLDER --into STORE"
         )
-    say(f"following {args.files[0]}; Ctrl-C stops")
+    echo(f"following {args.files[0]}; Ctrl-C stops")
     with stop_on_signals() as stop:
         total = follow_folder(
             args.files[0],
             into,
             stop=lambda: bool(stop),
             until_quiet_s=args.until_quiet,
-            on_round=lambda report: say(
+            on_round=lambda report: echo(
                 f"{report.store}: {count(report.num_imported, 'trajectory')} more, mean reward "
                 f"{number(report.mean_reward, 3)}"
             ),
@@ -163,15 +163,15 @@ def _follow(args: argparse.Namespace, into: Path, options: dict[str, Any]) -> in
             on_unreadable=lambda reason: warn(f"a file could not be read, so its rows are not in the store: {reason}"),
             **options,
         )
-    say(f"{into}: {count(total, 'trajectory')} imported")
-    say(f"look at them: rlhf-pipeline inspect {typed(into)}")
+    echo(f"{into}: {count(total, 'trajectory')} imported")
+    echo(f"look at them: rlhf-pipeline inspect {typed(into)}")
     return 0
 
 
 def _file_line(file: FileReport) -> None:
-    say(f"{file.path}: {file.format}; {file.about}")
+    echo(f"{file.path}: {file.format}; {file.about}")
     if file.lacks:
-        say(f"  not in the file: {'; '.join(file.lacks)}")
+        echo(f"  not in the file: {'; '.join(file.lacks)}")
 
 
 def _lines(report: ImportReport, seconds: float, tokenizer: str | None) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_trust
 from rlhf_pipeline.cli.stats import lines
 from rlhf_pipeline.errors import DefinitionError, plain, typed
@@ -70,18 +70,18 @@ def execute(args: argparse.Namespace) -> int:
             else []
         )
     if args.json:
-        say_json(counts)
+        echo_json(counts)
     else:
         definition, steps = counts["definition"], counts["step"] or 0
         about = f": {definition}, {count(steps, 'optimizer step')}" if definition else ""
-        say(f"{counts['address']}{about}")
+        echo(f"{counts['address']}{about}")
         if counts["reward_first"] is not None:
-            say(f"  curve         reward {number(counts['reward_first'], 3)} -> {number(counts['reward_last'], 3)}")
-        say("\n".join(lines(counts)))
+            echo(f"  curve         reward {number(counts['reward_first'], 3)} -> {number(counts['reward_last'], 3)}")
+        echo("\n".join(lines(counts)))
         for row in failed:
-            say(f"  failed        for the reason: rlhf-pipeline show {typed(counts['address'])} --id {row['id']}")
-        say(f"  on disk       {counts['bytes'] / 1e6:.1f} MB")
-        say("\n".join(_check_lines(check) if check else [f"  rewards not graded again: {why_not}"]))
+            echo(f"  failed        for the reason: rlhf-pipeline show {typed(counts['address'])} --id {row['id']}")
+        echo(f"  on disk       {counts['bytes'] / 1e6:.1f} MB")
+        echo("\n".join(_check_lines(check) if check else [f"  rewards not graded again: {why_not}"]))
     return 0 if check is None or check["agrees"] else 1
 
 

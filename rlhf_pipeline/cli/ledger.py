@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_json, positive
 
 HELP = "show the number and age of the trajectories of the newest steps"
@@ -33,14 +33,14 @@ def execute(args: argparse.Namespace) -> int:
     steps, graders = view.ledger(last=args.num), view.graders()
     view.close()
     if args.json:
-        say_json(steps)
+        echo_json(steps)
         return 0
     rows = [("step", "trajectories", "mean age", "oldest", "watermark", *(["grader"] if graders else []))]
     for step in steps:
         ages = number(step["age_mean"]), str(step["age_max"] if step["age_max"] is not None else "-")
         grader = [str(step["grader"])] if graders else []
         rows.append((str(step["step"]), str(step["num"]), *ages, str(step.get("watermark", "-")), *grader))
-    say("\n".join(aligned(rows, left=0)))
+    echo("\n".join(aligned(rows, left=0)))
     for place, grader in enumerate(graders, start=1):
-        say(f"grader {place}, from step {grader['from_step']}: {grader['what']}")
+        echo(f"grader {place}, from step {grader['from_step']}: {grader['what']}")
     return 0

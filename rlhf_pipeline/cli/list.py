@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import say, warn
+from rlhf_pipeline.cli.output import echo, warn
 from rlhf_pipeline.errors import PipelineError
 
 HELP = "list the available pipelines"
@@ -38,12 +38,12 @@ def execute(args: argparse.Namespace) -> int:
             continue
         for definition, pipeline in pipelines:
             title = definition.name if not args.files else f"{file}:{definition.function}"
-            say(f"{title}\n{_indented(pipeline.description or '(no description)')}")
-            say(_indented(f"needs: {pipeline.needs}"))
+            echo(f"{title}\n{_indented(pipeline.description or '(no description)')}")
+            echo(_indented(f"needs: {pipeline.needs}"))
     for program in [] if args.files else definitions.builtin_programs():
         about = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or "(no description)"
-        say(f"example program: python {program}\n{_indented(about.splitlines()[0])}")
-    say("\nTo run a pipeline: rlhf-pipeline run NAME, or rlhf-pipeline run FILE.py[:function]")
+        echo(f"example program: python {program}\n{_indented(about.splitlines()[0])}")
+    echo("\nTo run a pipeline: rlhf-pipeline run NAME, or rlhf-pipeline run FILE.py[:function]")
     return 2 if failed else 0
 
 

@@ -57,7 +57,7 @@ class Screen:
             parts = list(frame(self._view, console.width, console.height, self._clock()))
             self._live.update(Group(*parts), refresh=True)
 
-    def say(self, text: str) -> None:
+    def echo(self, text: str) -> None:
         """Print a line above the frame."""
         self._live.console.print(Text(text), soft_wrap=True)
 

@@ -6,7 +6,7 @@ import argparse
 from contextlib import closing
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import say, say_json, warn
+from rlhf_pipeline.cli.output import echo, echo_json, warn
 from rlhf_pipeline.cli.parser import add_json
 from rlhf_pipeline.errors import PipelineError, typed
 
@@ -45,7 +45,7 @@ def execute(args: argparse.Namespace) -> int:
     if broken:
         warn("\n".join(broken))
     if args.json:
-        say_json(summaries)
+        echo_json(summaries)
         return int(bool(broken))
     rows = [("run", "step", "of", "first", "reward", "evaluated", "stored", "failed", "definition")]
     for summary in summaries:
@@ -53,5 +53,5 @@ def execute(args: argparse.Namespace) -> int:
         steps = str(summary["step"] or 0), str(summary["of"] or "-")
         row_counts = f"{summary['stored']:,}", str(summary["failed"])
         rows.append((typed(summary["address"]), *steps, *rewards, *row_counts, str(summary["definition"])))
-    say("\n".join(aligned(rows)))
+    echo("\n".join(aligned(rows)))
     return int(bool(broken))

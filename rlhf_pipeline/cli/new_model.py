@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import echo
 from rlhf_pipeline.cli.parser import natural, positive
 from rlhf_pipeline.errors import MissingPathError, typed
 from rlhf_pipeline.policies.model_source import empty_folder, resolve_source
@@ -61,7 +61,7 @@ def execute(args: argparse.Namespace) -> int:
     from rlhf_pipeline.run.preflight import check_writable
 
     check_writable(folder, "FOLDER")
-    say("importing torch ...")
+    echo("importing torch ...")
     started = time.perf_counter()
     from rlhf_pipeline.policies.new_model import model_from_gguf, new_model
 
@@ -76,9 +76,9 @@ def execute(args: argparse.Namespace) -> int:
             num_layers=args.num_layers,
             seed=args.seed,
         )
-    say(
+    echo(
         f"{folder}: {model.num_parameters:,} parameters, {model.vocab_size:,} tokens, "
         f"created in {duration(time.perf_counter() - started)}"
     )
-    say(f"try it: rlhf-pipeline run gsm8k --set policy.path={typed(folder)} --set prompts.path=FILE.jsonl")
+    echo(f"try it: rlhf-pipeline run gsm8k --set policy.path={typed(folder)} --set prompts.path=FILE.jsonl")
     return 0

@@ -40,12 +40,12 @@ def pasted(text: str) -> str:
     return _COMMAND.sub(lambda match: command + match[1], text)
 
 
-def say(text: str = "", end: str = "\n") -> None:
+def echo(text: str = "", end: str = "\n") -> None:
     """Print to standard output; commands in the text are `pasted`."""
-    say_as_is(pasted(text), end)
+    echo_raw(pasted(text), end)
 
 
-def say_as_is(text: str, end: str = "\n") -> None:
+def echo_raw(text: str, end: str = "\n") -> None:
     """Print a document to standard output: commands in it are for the reader, on any machine."""
     try:
         print(plain(text), end=end, flush=True)
@@ -55,9 +55,9 @@ def say_as_is(text: str, end: str = "\n") -> None:
         raise OutputError(f"standard output cannot be written: {error.strerror}.") from error
 
 
-def say_json(data: object) -> None:
+def echo_json(data: object) -> None:
     """Print data as JSON, indented."""
-    say_as_is(json.dumps(data, indent=2, allow_nan=False))
+    echo_raw(json.dumps(data, indent=2, allow_nan=False))
 
 
 def warn(text: str) -> None:

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from rlhf_pipeline.cli.output import say, warn
+from rlhf_pipeline.cli.output import echo, warn
 from rlhf_pipeline.errors import did_you_mean
 
 COMMANDS = (
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help or an error and report a failed write, which argparse would ignore."""
-        say(message, end="") if file is sys.stdout else warn(message.rstrip("\n"))
+        echo(message, end="") if file is sys.stdout else warn(message.rstrip("\n"))
 
     def error(self, message: str) -> NoReturn:
         """Print the error and where to find help, and exit with code 2."""
@@ -138,7 +138,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.version:
         from rlhf_pipeline import __version__
 
-        say(f"rlhf-pipeline {__version__}")
+        echo(f"rlhf-pipeline {__version__}")
         main.exit(0)
     if args.command is None:
         if unknown:

@@ -49,7 +49,7 @@ def conduct(
     parent = torchrun.parent(getattr(args, "parent", None))
     view = view_of_stdout(filenames.LOG if alone else filenames.SUPERVISOR_LOG)
     imports = "importing torch" if alone else "they import torch"
-    view.say(f"{run.pipeline.name}: {what}, seed {run.seed}, on {run.device}; {imports} ...")
+    view.echo(f"{run.pipeline.name}: {what}, seed {run.seed}, on {run.device}; {imports} ...")
 
     def work() -> RunFinished | CollectorFinished:
         if alone:
@@ -58,7 +58,7 @@ def conduct(
             from rlhf_pipeline.run.processes.collect import collect
 
             definitions.share_with_workers()
-            view.say(f"imported torch ({duration(time.perf_counter() - began)}); building the model and the store ...")
+            view.echo(f"imported torch ({duration(time.perf_counter() - began)}); building the model and the store ...")
             if run.joins == "collect":
                 return collect(run, name=args.name, parent=parent, on_event=view)
         with launching as launch:
@@ -71,11 +71,13 @@ def conduct(
             finished = work()
     except KeyboardInterrupt:
         if run.joins == "collect":
-            view.say(f"stopped immediately. Another collector takes over the rollout. To restart this one: {run.again}")
+            view.echo(
+                f"stopped immediately. Another collector takes over the rollout. To restart this one: {run.again}"
+            )
         elif run.resume or is_run(run.run_dir):
-            view.say(f"stopped immediately. Continue from the last checkpoint: {run.again}")
+            view.echo(f"stopped immediately. Continue from the last checkpoint: {run.again}")
         else:
-            view.say("stopped before the run began; nothing was written.")
+            view.echo("stopped before the run began; nothing was written.")
         return stopped_code(signals)
     except (RewardError, RunExistsError, RunStorageError, StoreError) as error:
         if run.joins is None or args.debug:
@@ -88,7 +90,7 @@ def conduct(
     if getattr(args, "parent", None) is None:
         finish(finished, run, view)
     if not alone:
-        view.say(f"the log of the processes: {below(run.run_dir, filenames.SUPERVISOR_LOG)}")
+        view.echo(f"the log of the processes: {below(run.run_dir, filenames.SUPERVISOR_LOG)}")
     return stopped_code(signals) if finished.reason == "interrupted" else then(view)
 
 

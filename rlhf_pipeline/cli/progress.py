@@ -69,10 +69,10 @@ class RunView:
                 self._draw()
                 self.close()
 
-    def say(self, text: str) -> None:
+    def echo(self, text: str) -> None:
         """Print a line; a frame is redrawn below it."""
         screen, line = self._screen, plain(pasted(text))
-        self._try(lambda: self._out.write(f"{line}\n") if screen is None else screen.say(line))
+        self._try(lambda: self._out.write(f"{line}\n") if screen is None else screen.echo(line))
 
     def close(self) -> None:
         """End the frame, which stays on the screen; the next message is printed below it."""
@@ -84,7 +84,7 @@ class RunView:
         self._step_at = self._clock()
         where = f"{count(event.num_parameters, 'parameter')}, {count(event.total_steps, 'step')} at most"
         again = f", continuing after step {event.first_step}" if event.first_step else ""
-        self.say(f"{event.run_dir}: {where}{again}. Ctrl-C finishes the step, saves and stops.")
+        self.echo(f"{event.run_dir}: {where}{again}. Ctrl-C finishes the step, saves and stops.")
         if self._live and self._screen is None and isinstance(event.run_dir, Path):
             from rlhf_pipeline.cli.live import Screen
 
@@ -108,13 +108,13 @@ class RunView:
             or event.step - self._line_step >= _STEPS_BETWEEN_LINES
         ):
             self._line_at, self._line_step = now, event.step
-            self.say("  ".join(self._fields(event)))
+            self.echo("  ".join(self._fields(event)))
 
     def _evaluated(self, event: EvaluationDone) -> None:
         """Print the figures of an evaluation."""
         best = "  best so far" if event.best else ""
         name = f", {event.name}" if event.name else ""
-        self.say(f"evaluation of step {event.step}{name}: {evaluation_words(event.figures)}{best}")
+        self.echo(f"evaluation of step {event.step}{name}: {evaluation_words(event.figures)}{best}")
 
     def _rollout(self, event: RolloutDone) -> None:
         """Print a collector's stored rollout, at most one line a second."""
@@ -125,7 +125,7 @@ class RunView:
         if self._screen is not None:
             self._draw()
             return
-        self.say(
+        self.echo(
             f"{event.collector}: rollout {event.rollout}  weights of step {event.policy_version}  "
             f"reward {number(event.task_reward)}  {count(event.num_trajectories, 'trajectory')} "
             f"in {duration(event.seconds)}"
@@ -134,7 +134,7 @@ class RunView:
     def _notice(self, event: Notice) -> None:
         """Print a notice; notices that differ only in numbers are printed a few times, progress always."""
         if event.level == "progress":
-            self.say(event.message)
+            self.echo(event.message)
             return
         kind = re.sub(r"\d+", "#", event.message)[:60]
         self._notice_counts[kind] += 1
@@ -143,7 +143,7 @@ class RunView:
             return
         is_last = event.level == "warning" and self._notice_counts[kind] == allowed
         more = f" (further notices of this kind are only written to {self._log_name})" if is_last else ""
-        self.say(f"{'warning' if event.level == 'warning' else 'note'}: {event.message}{more}")
+        self.echo(f"{'warning' if event.level == 'warning' else 'note'}: {event.message}{more}")
 
     def _fields(self, event: StepDone) -> list[str]:
         """Return the parts of the line."""

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import echo
 from rlhf_pipeline.cli.parser import (
     above_zero,
     add_filter,
@@ -143,20 +143,20 @@ def replay_run(folder: Address, *, from_step: int, num_steps: int | None, device
     plan = rerun.plan_rerun(folder, from_step=from_step, num_steps=num_steps)
     before = plan.first - 1 - plan.start
     lead = f", after repeating {count(before, 'step')} before it" if before else ""
-    say(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
-    say(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
+    echo(f"{folder}: steps {plan.first} to {plan.last}, from checkpoint {plan.checkpoint.name}{lead}, on {device}")
+    echo(f"{'step':>6}  {'trajectories':>12}  {'recorded loss':>22}  {'recomputed loss':>22}  result")
     bad, inexact = 0, 0
     for repeated in rerun.rerun(pipeline, plan, seed=config.seed, device=device):
         bad, inexact = bad + (not repeated.ok), inexact + (repeated.ok and not repeated.same_bits)
         losses = f"{_figure(repeated.recorded):>22}  {_figure(repeated.computed):>22}"
-        say(f"{repeated.step:>6}  {repeated.num_trajectories:>12,}  {losses}  {_verdict(repeated)}")
+        echo(f"{repeated.step:>6}  {repeated.num_trajectories:>12,}  {losses}  {_verdict(repeated)}")
     total = count(plan.last - plan.first + 1, "step")
     if bad:
-        say(f"different from the record: {bad} of {total}. {_advice(run)}")
+        echo(f"different from the record: {bad} of {total}. {_advice(run)}")
     elif inexact:
-        say(f"equal to the record: {total}, {inexact} of them only up to rounding.")
+        echo(f"equal to the record: {total}, {inexact} of them only up to rounding.")
     else:
-        say(f"bitwise equal to the record: {total}.")
+        echo(f"bitwise equal to the record: {total}.")
     return 1 if bad else 0
 
 
@@ -210,16 +210,16 @@ def compare(request: Run, view: RunView) -> int:
     without = {"task_reward"} if run.config.pipeline.get("write", {}).get("zero_variance") == "drop" else set[str]()
     difference = compare_figures(run, done, without=without)
     if not difference.num_both:
-        view.say(f"{source} has no metrics to compare with.")
+        view.echo(f"{source} has no metrics to compare with.")
         return 0
     weights = compare_weights(run, done)
     compared = [what for name, what in STEP_VALUES.items() if name not in without]
-    view.say(_sentence(difference, compared, weights, source))
+    view.echo(_sentence(difference, compared, weights, source))
     if not difference.differences and (weights is None or weights[1]):
         return 0
     reason = _what_was_changed(run, request) or _why_not_exact(run)
     if reason is not None:
-        view.say(reason)
+        view.echo(reason)
         return 0
     return 1
 

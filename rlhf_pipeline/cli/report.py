@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import echo
 from rlhf_pipeline.errors import MissingPathError, typed
 
 HELP = "rewrite a run's report.html, which contains the pages of `view` in one file"
@@ -37,5 +37,5 @@ def execute(args: argparse.Namespace) -> int:
         raise MissingPathError(
             f"the folder {target.parent} for {target.name} does not exist. Create it, or omit --out."
         )
-    say(str(write_report(run, target)))
+    echo(str(write_report(run, target)))
     return 0

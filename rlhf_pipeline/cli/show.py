@@ -7,7 +7,7 @@ import shutil
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_json, natural, positive, row_id
 from rlhf_pipeline.errors import DataError, typed
 
@@ -65,19 +65,19 @@ def execute(args: argparse.Namespace) -> int:
         whole = args.full or len(ids) == 1
         items = [view.trajectory(id, most=None) for id in ids.tolist()] if whole else view.rows(ids)
     if args.json:
-        say_json(items)
+        echo_json(items)
         return 0
     if whole:
-        say("\n\n".join("\n".join(full(item, max_tokens=None if args.full else _MAX_TOKENS)) for item in items))
+        echo("\n\n".join("\n".join(full(item, max_tokens=None if args.full else _MAX_TOKENS)) for item in items))
         return 0
-    say("\n".join(brief(items, shutil.get_terminal_size((110, 24)).columns)))
+    echo("\n".join(brief(items, shutil.get_terminal_size((110, 24)).columns)))
     learned = step.get("num", len(items))
     if learned > len(items):
-        say(f"of the {learned:,} trajectories of step {args.step}, {learned - len(items):,} were evicted")
+        echo(f"of the {learned:,} trajectories of step {args.step}, {learned - len(items):,} were evicted")
     for evaluation in step.get("evaluations", ()):
         name = f", {evaluation['name']}" if evaluation["name"] else ""
-        say(f"evaluation of the weights after step {args.step}{name}: {evaluation_words(evaluation['figures'])}")
-    say(f"to show one token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1]['id']}")
+        echo(f"evaluation of the weights after step {args.step}{name}: {evaluation_words(evaluation['figures'])}")
+    echo(f"to show one token by token: rlhf-pipeline show {typed(args.path)} --id {items[-1]['id']}")
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_filter, add_json
 from rlhf_pipeline.errors import plain
 from rlhf_pipeline.report.formatting import count, evaluation_words, number
@@ -40,9 +40,9 @@ def execute(args: argparse.Namespace) -> int:
     with closing(View(args.path)) as view:
         counts = {**view.stats(args.filters), "evaluations": view.evaluations()}
     if args.json:
-        say_json(counts)
+        echo_json(counts)
     else:
-        say("\n".join(lines(counts)))
+        echo("\n".join(lines(counts)))
     return 0
 
 

@@ -7,7 +7,7 @@ import time
 from contextlib import closing
 from typing import Any
 
-from rlhf_pipeline.cli.output import say, say_json
+from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_json
 from rlhf_pipeline.errors import DefinitionError
 
@@ -74,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
 
     of = f" of {answer['of']:,}" if answer["of"] else ""
     since = f", since {ago(answer['since'])}" if answer["since"] else ""
-    say(f"{answer['address']}: {answer['state']}{since}")
+    echo(f"{answer['address']}: {answer['state']}{since}")
     rewards = f"{number(answer['reward_first'])} -> {number(answer['reward_last'])}"
     growth = answer["bytes_per_hour"]
     rows = [
@@ -90,17 +90,17 @@ def execute(args: argparse.Namespace) -> int:
         *(("  waits", text) for text in answer["waits_for"]),
         *(("  ALARM" if alarm["severity"] == "page" else "  note", alarm["text"]) for alarm in answer["alarms"]),
     ]
-    say("\n".join(aligned(rows)))
+    echo("\n".join(aligned(rows)))
     return _code(answer)
 
 
 def _checked(state: dict[str, Any], *, as_json: bool) -> int:
     """Print the alarms alone, or all as JSON; return the exit code."""
     if as_json:
-        say_json(state)
+        echo_json(state)
     else:
         lines = [f"{alarm['severity']}: {alarm['text']}" for alarm in state["alarms"]]
-        say("\n".join(lines if _code(state) else ["healthy", *lines]))
+        echo("\n".join(lines if _code(state) else ["healthy", *lines]))
     return _code(state)
 
 

@@ -19,29 +19,29 @@ from rlhf_pipeline.run.run import Run
 def finish(finished: RunFinished | CollectorFinished, request: Run, view: RunView) -> None:
     """Write the report, and print the result of the run and the next commands; of a collector, only its own."""
     if isinstance(finished, CollectorFinished):
-        view.say("\n".join(_collected(finished, request)))
+        view.echo("\n".join(_collected(finished, request)))
         return
     from rlhf_pipeline.report.one_file import write_report
     from rlhf_pipeline.report.show import before_and_after
 
     run = RunFolder.open(finished.run_dir)
     if request.pipeline.replay is not None:
-        view.say(replay_sentence(finished, run, resumed=request.resume))
+        view.echo(replay_sentence(finished, run, resumed=request.resume))
     else:
-        view.say(result_sentence(finished, resumed=request.resume))
+        view.echo(result_sentence(finished, resumed=request.resume))
     if finished.reason == "interrupted" and not run.metrics:  # there may be no store yet
-        view.say(f"next:\n  {request.again}\n      resume the run")
+        view.echo(f"next:\n  {request.again}\n      resume the run")
         return
     if request.pipeline.replay is None:
         for line in before_and_after(run, shutil.get_terminal_size((110, 24)).columns):
-            view.say(line)
+            view.echo(line)
     written = write_report(run)
-    view.say(f"written: {written}")
+    view.echo(f"written: {written}")
     for line in _trained(run):
-        view.say(line)
-    view.say("next:")
+        view.echo(line)
+    view.echo("next:")
     for command, meaning in next_commands(finished, request):
-        view.say(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
+        view.echo(f"  {command:<60}  {meaning}" if len(command) < 60 else f"  {command}\n      {meaning}")
 
 
 def _collected(event: CollectorFinished, request: Run) -> Iterator[str]:

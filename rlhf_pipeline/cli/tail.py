@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_pipeline.cli.output import can_draw, say, say_json, warn
+from rlhf_pipeline.cli.output import can_draw, echo, echo_json, warn
 from rlhf_pipeline.cli.parser import add_filter, add_json, natural
 from rlhf_pipeline.errors import DefinitionError
 
@@ -77,19 +77,19 @@ def execute(args: argparse.Namespace) -> int:
             _wait_for_store(address)
         with closing(View(address)) as view:
             if args.json:
-                say_json(view.trajectories(where=args.filters, limit=args.num)["rows"][::-1] if args.num else [])
+                echo_json(view.trajectories(where=args.filters, limit=args.num)["rows"][::-1] if args.num else [])
             elif steps_alone:
                 steps = NewRows(view.metrics_rows())
-                _say(map(step_line, steps.rows[-args.num :] if args.num else ()))
+                _echo(map(step_line, steps.rows[-args.num :] if args.num else ()))
                 while not wait():
                     if not is_run(address):
                         raise not_found(address, "run")
-                    _say(map(step_line, steps.read()))
+                    _echo(map(step_line, steps.read()))
             else:
                 tail = Tail(view, args.filters, shutil.get_terminal_size((110, 24)).columns)
-                _say(tail.newest(args.num))
+                _echo(tail.newest(args.num))
                 while args.follow and not wait():
-                    _say(tail.fresh())
+                    _echo(tail.fresh())
     except KeyboardInterrupt:
         if not args.follow:
             raise
@@ -97,9 +97,9 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say(lines: Iterable[str]) -> None:
+def _echo(lines: Iterable[str]) -> None:
     for line in lines:
-        say(line)
+        echo(line)
 
 
 def _draw(address: Path | str) -> NoReturn:

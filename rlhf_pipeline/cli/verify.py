@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import echo
 from rlhf_pipeline.report.formatting import count
 
 HELP = "check a run or a store for corruption"
@@ -48,7 +48,7 @@ def execute(args: argparse.Namespace) -> int:
         where = RunFolder.open(folder).store_path if is_run(folder) else folder
         with TrajectoryStore.open(where, "a") as store:
             accepted = store.accept_losses(args.accept_loss or None)
-        say(f"{where}: accepted the loss of {count(accepted, 'damaged commit')}.")
+        echo(f"{where}: accepted the loss of {count(accepted, 'damaged commit')}.")
     if is_run(folder):
         findings = list(check_run(RunFolder.open(folder)))
     elif is_store(folder):
@@ -56,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
     else:
         raise not_found(folder, "run or store")
     for finding in findings:
-        say(f"{'ok     ' if finding.ok else 'DAMAGED'}  {finding.part + ':':<15} {finding.text}")
+        echo(f"{'ok     ' if finding.ok else 'DAMAGED'}  {finding.part + ':':<15} {finding.text}")
     bad = sum(not finding.ok for finding in findings)
-    say(f"{folder} is intact." if not bad else f"{folder}: {count(bad, 'problem')}.")
+    echo(f"{folder} is intact." if not bad else f"{folder}: {count(bad, 'problem')}.")
     return 1 if bad else 0

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rlhf_pipeline.cli.output import say
+from rlhf_pipeline.cli.output import echo
 from rlhf_pipeline.cli.parser import add_fields, natural
 from rlhf_pipeline.errors import DefinitionError, PipelineError, typed
 from rlhf_pipeline.report.formatting import count
@@ -73,7 +73,7 @@ def execute(args: argparse.Namespace) -> int:
         except OSError as error:
             raise DefinitionError(f"port {args.port} is not available ({error.strerror}). Omit --port.") from error
         key = secrets.token_urlsafe(24)
-        say(f"open http://{HOST}:{bound.getsockname()[1]}/?key={key}\nCtrl-C stops the server.")
+        echo(f"open http://{HOST}:{bound.getsockname()[1]}/?key={key}\nCtrl-C stops the server.")
         serve(views, bound, key)
     return 0
 
@@ -136,13 +136,13 @@ def _followed(folder: Path, store: Path, options: Mapping[str, Any]) -> Iterator
                 store,
                 stop=leave.is_set,
                 wait=pause,
-                on_vanished=lambda file: say(
+                on_vanished=lambda file: echo(
                     f"NOTICE: {file} was removed; rows written after it was last read are unknown"
                 ),
                 **options,
             )
         except (PipelineError, StoreError, OSError) as error:
-            say(f"NOTICE: {folder} is no longer followed: {error}")
+            echo(f"NOTICE: {folder} is no longer followed: {error}")
 
     thread = threading.Thread(target=follow, name=f"follows {folder}", daemon=True)
     thread.start()
@@ -195,29 +195,29 @@ def _imported(
                     raise
                 continue
             if report.num_imported or report.num_skipped:
-                _say_notices(report)
+                _echo_notices(report)
                 return store, options
         if not file.is_dir():
             raise DefinitionError(f"{typed(file)} has no readable rollouts.")
-        say(f"waiting for rollouts in {typed(file)}; Ctrl-C stops")
+        echo(f"waiting for rollouts in {typed(file)}; Ctrl-C stops")
         time.sleep(_WAIT_S)
 
 
-def _say_notices(report: ImportReport) -> None:
+def _echo_notices(report: ImportReport) -> None:
     """Print what the files lack and an import would ask for."""
     if report.other_files:
         paths = ", ".join(str(path) for path in report.other_files[:3])
-        say(f"{count(len(report.other_files), 'file')} without rollouts skipped: {paths}")
+        echo(f"{count(len(report.other_files), 'file')} without rollouts skipped: {paths}")
     for problem in [*report.unreadable.values()][:3]:
-        say(f"NOTICE: skipped an unreadable file: {problem}")
+        echo(f"NOTICE: skipped an unreadable file: {problem}")
     for file in report.files:
         if file.num_assumed_one_turn:
-            say(
+            echo(
                 f"NOTICE: {file.path}: for {count(file.num_assumed_one_turn, 'text')}, the file does not record which "
                 "parts the policy sampled and which came from an environment, so no token is marked as sampled."
             )
         if "+" in file.about.partition("reward=")[2].partition(",")[0]:
-            say(
+            echo(
                 f"NOTICE: {file.path}: several rewards, shown as their sum: {file.about}. To select one: --field "
                 "reward=NAME"
             )

@@ -123,11 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcome: CommandReport = typed.work(typed)
         if typed.json:
-            _say(json.dumps(outcome.facts, ensure_ascii=False, allow_nan=False))
+            _echo(json.dumps(outcome.facts, ensure_ascii=False, allow_nan=False))
         else:
             for line in outcome.lines:
-                _say(line)
-            _say(f"next:  trajectory-store {shlex.join(outcome.next_words)}")
+                _echo(line)
+            _echo(f"next:  trajectory-store {shlex.join(outcome.next_words)}")
     except BrokenPipeError:
         return 0
     except (StoreError, OSError) as error:
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return outcome.code
 
 
-def _say(text: str) -> None:
+def _echo(text: str) -> None:
     sys.stdout.write(f"{_plain(text)}\n")
 
 
