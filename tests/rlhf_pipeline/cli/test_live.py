@@ -119,7 +119,7 @@ def test_lines_are_above_the_frame(live_run: Path):
     console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
     screen = Screen(live_run, out, clock=lambda: NOW, console=console)
     screen.draw()
-    screen.say("warning: [bold]one")
+    screen.echo("warning: [bold]one")
     screen.close()
     text = out.getvalue()
     assert text.rindex("members' rewards") > text.index("warning: [bold]one") > text.index("members' rewards")

@@ -100,7 +100,7 @@ def test_a_frame_is_drawn_in_place(tmp_path: Path):
     assert 3 <= out.getvalue().count("best completion") <= 4
     show(Notice(message="a notice", level="warning"))
     show(finished())
-    show.say("the end")
+    show.echo("the end")
     text = out.getvalue()
     assert "step 12/300" in text
     assert text.index("warning: a notice") < text.rindex("best completion") < text.index("the end")

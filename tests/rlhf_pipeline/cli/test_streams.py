@@ -173,6 +173,6 @@ def test_nothing_that_is_named_drives_the_terminal(cli: Cli, run_dir: Path, tmp_
     for error in (DataError(ESCAPE), MissingPathError(ESCAPE)):
         assert "\x1b" not in str(error)
     with (tmp_path / "out.txt").open("w+") as out:
-        RunView(out, live=False).say(ESCAPE)
+        RunView(out, live=False).echo(ESCAPE)
         out.seek(0)
         assert "\x1b" not in out.read()
