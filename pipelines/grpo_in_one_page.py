@@ -135,7 +135,7 @@ def load(path: Path, policy: CausalLMPolicy, optimizer: torch.optim.Optimizer) -
     saved = torch.load(path, weights_only=True)
     policy.load_state_dict(saved["policy"])
     optimizer.load_state_dict(saved["optimizer"])
-    print(f"going on after step {saved['step']}", flush=True)
+    print(f"continuing after step {saved['step']}", flush=True)
     return saved["step"]
 
 

@@ -96,7 +96,7 @@ def test_a_kill_anywhere_changes_nothing(page, straight, tmp_path, what, after):
 def test_a_finished_run_is_left_as_it_is(page, straight, capsys):
     """Started again, it has nothing to do, and says where it is."""
     page.main(straight, 4)
-    assert capsys.readouterr().out == "going on after step 4\n"
+    assert capsys.readouterr().out == "continuing after step 4\n"
 
 
 @pytest.mark.slow
@@ -120,5 +120,5 @@ def test_it_learns_and_survives_a_kill(tmp_path):
     rewards = [float(number) for number in re.findall(r"reward (\S+)", out)]
     assert max(rewards[:3]) <= 0.15
     assert min(rewards[-3:]) >= 0.9
-    assert re.match(r"going on after step (39|4\d)\n", resumed)
+    assert re.match(r"continuing after step (39|4\d)\n", resumed)
     same(tmp_path / "straight", tmp_path / "killed")
