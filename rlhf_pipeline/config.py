@@ -1376,7 +1376,7 @@ class Pipeline(Settings):
             (
                 self.sample.strategy != "anchored" or self.replay is None or self.replay.recorded_order,
                 "sample.strategy=anchored replays between rollouts, but a store has no rollout order. Draw "
-                "uniformly with --set sample.strategy=uniform, or repeat the order of the run that filled the store "
-                "with --set replay.recorded_order=true.",
+                "uniformly with --set sample.strategy=uniform, or use --set replay.recorded_order=true to repeat "
+                "the order of the run that filled the store.",
             ),
         ]

@@ -150,7 +150,7 @@ class Conversation:
         info: what the environment wants stored.
         failure: why its reward is not to be trusted, or None.
         retried: the failures of earlier tries.
-        call_errors: calls of the policy that could not be made.
+        call_errors: the number of tool calls by the policy that could not be executed.
         cut_replies: replies that were cut.
         fallback_replies: replies of tools to malformed calls that were sent as messages of the user.
         turn_stopped: whether the newest turn ended by itself.

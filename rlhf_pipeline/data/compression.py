@@ -16,7 +16,7 @@ from rlhf_pipeline.errors import DataError
 GZIP: Final = b"\x1f\x8b"
 ZSTD: Final = b"\x28\xb5\x2f\xfd"
 SUFFIXES: Final = (".gz", ".zst")
-"""Name endings of compressed files, which hide the ending of the format."""
+"""Suffixes of compressed files, which follow the suffix of the format."""
 _CHUNK_BYTES: Final = 1 << 20
 
 

@@ -193,7 +193,7 @@ def _check_weights(run: RunFolder) -> Iterator[Finding]:
     elif published is None:
         text = "no weights are published yet"
     else:
-        text = f"the newest are of step {published.version}: every checksum matches"
+        text = f"the newest are from step {published.version}: every checksum matches"
     yield Finding(part="weights", ok=problem is None, text=text)
 
 

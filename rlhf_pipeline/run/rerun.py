@@ -107,7 +107,7 @@ def plan_rerun(run_dir: Address, *, from_step: int, num_steps: int | None = None
         raise MissingPathError(
             f"{run_dir} has no checkpoint to replay step {from_step} from: "
             + (
-                f"the oldest is of step {oldest}, so the first step that can be replayed is {oldest + 1}. "
+                f"the oldest is from step {oldest}, so the first step that can be replayed is {oldest + 1}. "
                 if oldest is not None and oldest < num_steps_taken
                 else "there is no checkpoint of an earlier step. "
             )

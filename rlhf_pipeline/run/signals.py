@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP ask a run to stop after the step it is in."""
+"""SIGINT, SIGTERM and SIGHUP stop a run after its current step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Final
 
 STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to stop: Ctrl-C, `kill`, and a lost terminal or connection."""
+"""Signals that stop a run after its current step: Ctrl-C, `kill`, and a lost terminal or connection."""
 
 
 class StopRequest:

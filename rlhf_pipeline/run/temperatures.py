@@ -69,7 +69,7 @@ def check_known(pipeline: Pipeline, overrides: Iterable[tuple[str, str]], choice
             if unknown_among(store, choice.row[choice.source == number]):
                 raise DefinitionError(
                     f"{choice.sources[number].path} has log-probs, but the temperature at which its trajectories "
-                    "were sampled is unknown; a ratio to them needs the same temperature. Specify it: --set "
+                    "were sampled is unknown, and ratios must be computed at this temperature. Specify it: --set "
                     f"collect.temperature={Collect().temperature:g}"
                 )
 

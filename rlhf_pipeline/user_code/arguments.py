@@ -74,12 +74,12 @@ class Sampled:
     prompt_text: str | None = None
     """The model's input before the completion; None if no reward function uses it."""
     num_asked: int = 1
-    """The messages of the conversation before the first turn."""
+    """The number of messages in the conversation before the first turn."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """The environment's rewards."""
     turns: int = 1
     call_errors: int = 0
-    """Calls of the policy that could not be made."""
+    """The number of tool calls by the policy that could not be executed."""
     environment: Any = None
     """The environment of the conversation, for functions that inspect it, as in TRL; None if it no longer exists."""
 
@@ -168,7 +168,7 @@ _BATCHED: Final[dict[str, Getter]] = {
 }
 """Further names that mark a function as batched; a column with the same name takes precedence."""
 _AS_TEXT: Final[dict[str, Getter]] = {"prompts": _prompt_text, "completions": _STANDARD["completion"]}
-"""The values of TRL's names in OpenRLHF's form: the prompt with which each of its `queries` begins, and the rest."""
+"""Arguments with TRL's names in OpenRLHF's form: the two parts of each of its `queries`, as text."""
 _ALL: Final[dict[str, Getter]] = _STANDARD | _MORE | _TRL | _BATCHED
 _PLAIN: Final = ("prompt", "completion", "answer", "meta")
 _TRL_REST: Final = ("prompts", "completions", "completion_ids", "answer", "finish_reason")

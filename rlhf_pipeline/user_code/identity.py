@@ -46,7 +46,7 @@ Identity = dict[str, str]
 
 NOT_OBSERVED: Final = "not observed"
 MOST_OBJECTS: Final = 100_000
-"""Objects that are observed in the values of one callable, about a second of work."""
+"""The maximum number of objects that are observed in the values of one callable; this takes about a second."""
 MOST_BYTES: Final = 64 << 20
 """The maximum size of an array or a text that is observed completely; of a larger one, only the first and last MiB."""
 _ENDS: Final = 1 << 20

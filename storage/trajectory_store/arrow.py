@@ -171,8 +171,8 @@ def columns_of(table: Any, schema: Schema) -> tuple[dict[str, Any], dict[str, np
             if not column.optional:
                 row = int(np.flatnonzero(~present[name])[0])
                 raise BatchError(
-                    f"row {row} of column '{name}' is null, but the column has no fill. Give it a value, or remove "
-                    "the row."
+                    f"row {row} of column '{name}' is null, but the column has no fill value. Set a value, or "
+                    "remove the row."
                 )
         values[name] = _values_of(column, array)
     return values, present

@@ -145,7 +145,7 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
         if column.name not in data:
             if not column.optional:
                 raise BatchError(
-                    f"column '{column.name}' is missing from the batch, but it has no fill. "
+                    f"column '{column.name}' is missing from the batch, but it has no fill value. "
                     f"Given: {', '.join(data) or 'nothing'}."
                 )
             continue
@@ -172,7 +172,7 @@ def batch_of(schema: Schema, rows: Sequence[Mapping[str, Any]]) -> Batch:
     Columns that the schema does not have are omitted.
 
     Raises:
-        BatchError: a row lacks a column that has no fill, or a value does not fit.
+        BatchError: a row lacks a column that has no fill value, or a value does not fit.
     """
     names = [column.name for column in schema if any(row.get(column.name) is not None for row in rows)]
     return by_columns(schema, {name: [row.get(name) for row in rows] for name in names}, len(rows))
@@ -182,7 +182,7 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
     """Return columns as a batch; in a list, None means that a row has no value.
 
     Raises:
-        BatchError: a row lacks a column that has no fill, or a value does not fit.
+        BatchError: a row lacks a column that has no fill value, or a value does not fit.
     """
     values: dict[str, Any] = {}
     partial: dict[str, npt.NDArray[np.bool_]] = {}
@@ -198,7 +198,7 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
         present = np.array([value is not None for value in rows], bool)
         if not column.optional:
             raise BatchError(
-                f"row {int(np.argmin(present))} has no value for column '{name}', which has no fill: give every row "
+                f"row {int(np.argmin(present))} has no value for column '{name}', which has no fill value: give every row "
                 "a value."
             )
         if present.any():

@@ -57,7 +57,12 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def peers_of_the_table() -> list[list[str]]:
     """Return the cells of each peer in docs/release.md."""
-    section = (ROOT / "docs" / "release.md").read_text().partition("## Compatibility with other trainers")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "release.md")
+        .read_text()
+        .partition("## Compatibility with other trainers")[2]
+        .partition("\n## ")[0]
+    )
     return [re.split(r"\s*\|\s*", line.strip("| ")) for line in re.findall(r"^\| .+==.+$", section, re.M)]
 
 
@@ -81,7 +86,12 @@ def test_the_metadata_of_a_peer_is_as_the_table_says(wheels: Any, cells: list[st
 
 def test_the_table_has_every_trainer_that_we_go_beside():
     """Those for which a row was promised."""
-    section = (ROOT / "docs" / "release.md").read_text().partition("## Compatibility with other trainers")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "release.md")
+        .read_text()
+        .partition("## Compatibility with other trainers")[2]
+        .partition("\n## ")[0]
+    )
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in re.findall(r"^\| .+$", section, re.M)[1:]]
     peers = {re.split("==|,", cells[0].strip("`"))[0] for cells in rows}
     packages = {"trl", "verl", "openrlhf", "skyrl", "nemo-gym", "tinker-cookbook", "verifiers", "areal"}

@@ -301,7 +301,7 @@ def test_rows_are_a_batch(store):
         assert store.read(ids, "text")["text"] == ["", "x"]
         assert store.present("text", ids).tolist() == [False, True]
         assert store.present("later", ids).tolist() == [False, False]
-    with pytest.raises(BatchError, match="row 1 has no value for column 'reward', which has no fill"):
+    with pytest.raises(BatchError, match="row 1 has no value for column 'reward', which has no fill value"):
         store.append([{"tokens": [7], "reward": 2.0}, {"tokens": [7]}])
     with pytest.raises(UnknownColumnError, match=r"row 0: the store has no column 'rewart'\. Did you mean 'reward'"):
         store.append([{"tokens": [7], "rewart": 2.0}])

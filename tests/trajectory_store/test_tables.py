@@ -154,7 +154,7 @@ def test_a_store_of_another_tools_table(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"reward": [1.0, None, 0.0]}, "row 1 of column 'reward' is null, but the column has no fill"),
+        ({"reward": [1.0, None, 0.0]}, "row 1 of column 'reward' is null, but the column has no fill value"),
         ({"reward": ["1", "2", "3"]}, "column 'reward' is float32 in the store and string in Arrow"),
         ({"tokens": [1, 2, 3]}, "column 'tokens' is ragged in the store but int64 in Arrow"),
         ({"tokens": [[1, None], [], [4]]}, "column 'tokens' contains a null within a row"),

@@ -23,10 +23,10 @@ from trajectory_store.objects.remote import ObstoreBucket
 logger = logging.getLogger(__name__)
 
 LEASE_S: Final = "RLHF_PIPELINE_LEASE_S"
-"""The environment variable with the seconds after which a silent process counts as dead; one value per run."""
+"""The environment variable with the seconds after which a silent process is considered dead; one value per run."""
 _DEFAULT_S: Final = 30.0
 _RENEWALS: Final = 4
-"""Renewals within the length of a lease."""
+"""The number of renewals within the length of a lease."""
 _LOOKS: Final = 4
 
 

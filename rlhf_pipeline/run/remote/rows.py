@@ -31,7 +31,7 @@ class Part:
 
     lines: bytes
     cut: int | None
-    """If set, lines of this step and later ones are dropped before these are added."""
+    """If set, the lines of this step and of later steps are removed before the new lines are added."""
 
 
 class LineLog:
