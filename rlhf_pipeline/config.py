@@ -325,7 +325,7 @@ class Collect(Settings):
 
     @property
     def rollout_size(self) -> int:
-        """Trajectories in one rollout."""
+        """The number of trajectories in one rollout."""
         return self.prompts_per_rollout * self.group_size
 
     @property
@@ -1211,7 +1211,7 @@ class Pipeline(Settings):
 
     @property
     def step_size(self) -> int:
-        """Trajectories of a step if `sample.batch_size` is not set."""
+        """The number of trajectories of a step if `sample.batch_size` is not set."""
         return self.collect.rollout_size // self.learn.minibatches
 
     @property

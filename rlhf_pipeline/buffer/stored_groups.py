@@ -11,7 +11,7 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCK_ROWS = 4096
 _READ_ROWS = 16 * _BLOCK_ROWS
-"""Rows per read when a long run is resumed."""
+"""The number of rows per read when a long run is resumed."""
 
 
 class NewIds:

@@ -76,7 +76,7 @@ class Rollout:
     task_reward: float | None
     """Mean over the rollout's graded trajectories, unshaped; None if it is no longer available."""
     num_failed: int
-    """Trajectories whose environment or reward function failed."""
+    """The number of trajectories whose environment or reward function failed."""
     seconds: float
     from_store: bool
     """True if the rollout was already in the store, from a killed run, so nothing was sampled."""

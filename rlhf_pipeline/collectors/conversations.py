@@ -64,7 +64,7 @@ from rlhf_pipeline.user_code.threads import Lane
 _CHARACTERS_A_TOKEN: Final = 32
 """A reply with more characters than this per remaining token is rejected as too long without being encoded."""
 _PREFIX_TOKENS: Final = 64
-"""Tokens before a turn that can affect how it is parsed."""
+"""The number of tokens before a turn that can affect how it is parsed."""
 _UNBOUNDED: Final = 1 << 30
 _LOOK_S: Final = 0.5
 """The interval at which a wait for a reply checks whether the engine must end."""

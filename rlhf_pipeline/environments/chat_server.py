@@ -67,7 +67,7 @@ class ChatSession:
     def __init__(self, repeats: Repeats = "retry") -> None:
         self.repeats = repeats
         self.num_repeats = 0
-        """Requests that received the response of an earlier one without being marked as a retry."""
+        """The number of requests that received the response to an earlier request without being marked as a retry."""
         self._lock = threading.Lock()
         self._waiting: dict[tuple[str, int], ChatSample] = {}
         self._newest: dict[str, Exchange] = {}

@@ -22,7 +22,7 @@ _DOCUMENTS = re.compile(r"\.json(\.gz|\.zst)?$")
 _TRAJECTORY = re.compile(r"^(trajectory|episode_hash)[\w.-]*\.json(\.gz|\.zst)?$")
 """The file of a Harbor trial's trajectory or of an rLLM episode, next to files of settings and results."""
 _MOST_UNPACKED = 64 << 30
-"""Bytes: a larger archive is rejected before anything is written."""
+"""The maximum size of an archive in bytes; a larger archive is rejected before anything is written."""
 _DEEPEST = 4
 """Maximum depth of archives within archives."""
 

@@ -42,7 +42,7 @@ class ExportReport:
     kind: Container | Backend | Literal["atif"]
     num_trajectories: int
     num_left_out: int
-    """Trajectories that a filter excluded, or that are damaged."""
+    """The number of trajectories that a filter excluded or that are damaged."""
     columns: tuple[str, ...]
 
     @property

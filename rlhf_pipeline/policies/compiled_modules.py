@@ -24,7 +24,7 @@ from rlhf_pipeline.policies.model_parts import rounding
 INDUCTOR: Final = "inductor"
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 _ROWS: Final = 24
-"""Rows of the inputs that modules are checked with."""
+"""The number of rows of the inputs with which modules are checked."""
 _HALF_PRECISION: Final = 0.03
 """The largest difference to tolerate in half precision, relative to the largest value: some units in the last place.
 

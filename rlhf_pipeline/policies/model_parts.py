@@ -34,7 +34,7 @@ _CACHES = ("past_key_values", "cache", "cache_params")
 third until 5.23."""
 _PROBE_TOKENS = 64
 _FITTED_TOKENS = 24
-"""Tokens whose logits a map is fitted to: with 150,000 entries each, more would take a GiB."""
+"""The number of tokens to whose logits a map is fitted. With 150,000 entries each, more would take a GiB."""
 _COMPRESSED = "compressed_sparse_attention"
 _CHOOSING = frozenset({_COMPRESSED, "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
 """Kinds of layers that attend to `index_topk` tokens or blocks; transformers 5.17 has the last two for the second."""

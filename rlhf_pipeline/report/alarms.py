@@ -24,7 +24,7 @@ _STILL: Final = 10
 _FIRST_S: Final = 3600.0
 """How long the first step may take."""
 _IDLE_STEPS: Final = 20
-"""Steps over which trajectories without a gradient are counted: over fewer, all groups may happen to lack spread."""
+"""The number of steps over which trajectories without a gradient are counted; over fewer, no group may have spread."""
 _IDLE: Final = 0.9
 """The minimum share of trajectories without a gradient in these steps that raises an alarm."""
 _NEAR_BEST: Final = 0.05
@@ -50,9 +50,9 @@ class Alarm:
     process: str | None = None
     """The process concerned, or None if the alarm concerns the run."""
     window_s: float | None = None
-    """The seconds over which it was judged; None if it depends only on the current state."""
+    """The window in seconds over which it was judged; None if it depends only on the current state."""
     window_steps: int | None = None
-    """The steps over which it was judged."""
+    """The window in steps over which it was judged."""
     since: float | None = None
     """When its cause began, in seconds since 1970; None if that is unknown."""
 
@@ -192,4 +192,4 @@ def _is_solved(window: Sequence[dict[str, Any]], run: RunFolder) -> bool:
 
 
 _LOOKED_AT: Final = 200
-"""Steps of the whole run whose rewards show what its best is."""
+"""The number of steps, spread over the run, from whose rewards the best is estimated."""

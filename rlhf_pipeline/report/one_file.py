@@ -28,11 +28,11 @@ _STEP_BYTES = 700
 _STATIC = Path(__file__).parent / "view" / "static"
 _STEPS = 16
 _GROUPS = 48
-"""Groups of a step; a cell shows the reward of a member."""
+"""The maximum number of groups of a step; a cell shows the reward of a member."""
 _EACH = 12
 _TOKENS = 1024
 _ROWS_AT_ONCE = 64
-"""Rows from all parts of a store that are read together, without the rows between them."""
+"""The number of rows, from all parts of a store, that are read together without the rows between them."""
 _EMPTY: Final = {
     **{"total": 0, "matched": 0, "complete": True, "scanned_to": 0, "offset": 0, "snapshot": 0},
     "rows": list[Answer](),

@@ -42,9 +42,9 @@ from rlhf_pipeline.run.recorded_code import graders
 Answer = dict[str, Any]
 
 MOST_ROWS: Final = 500
-"""Rows of one answer."""
+"""The maximum number of rows in one response."""
 MOST_TOKENS: Final = 4096
-"""Tokens of one answer; a longer trajectory is read in windows."""
+"""The maximum number of tokens in one response; a longer trajectory is read in windows."""
 LISTS: Final = ("failed", "untrusted", "drift", "mismatch")
 
 _SCALARS: Final = {
@@ -62,9 +62,9 @@ _SEARCHES = 4
 """Searches whose hits are kept, 8 bytes per hit."""
 _LOG_BYTES = 16_384
 _LISTED: Final = 100
-"""Rows of a list in one answer."""
+"""The maximum number of rows of a list in one response."""
 _MOST_EVALUATED = 32
-"""Rows of an evaluation that a step shows; its store has all."""
+"""The maximum number of rows of an evaluation that a step shows; its store contains all rows."""
 _NO_FIGURES: Final[Answer] = {"num": 0, "units": {}, "step": [], "time": [], "values": {}}
 _BARS = 8
 _MOST_VERSIONS: Final = 200

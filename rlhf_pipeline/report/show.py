@@ -17,7 +17,7 @@ from trajectory_store import Arrivals
 
 _TIES = 64
 _EARLY = 1 << 16
-"""Rows that are searched for a prompt of the last version."""
+"""The number of rows that are searched for a prompt of the last version."""
 
 
 def brief(items: Sequence[Answer], width: int = 110) -> Iterator[str]:

@@ -41,7 +41,7 @@ def disk_usage(place: Address) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunUsage:
-    """The bytes that a run takes on disk."""
+    """The disk space that a run uses, in bytes."""
 
     growing: int
     """Without checkpoints: a run always keeps `learn.keep_checkpoints` of them, so they do not grow."""
@@ -64,15 +64,15 @@ class DiskSpace:
     """How much a run takes on disk, and how much more it may."""
 
     free: int
-    """Bytes that are free on the disk."""
+    """Free space on the disk, in bytes."""
     used: int
-    """Bytes that the run uses."""
+    """Space that the run uses, in bytes."""
     allowed: int | None
     """`buffer.max_bytes`, the maximum that the run may use; None allows all free space."""
 
     @property
     def left(self) -> int:
-        """Bytes until the disk is full or the budget used up."""
+        """Number of bytes until the disk is full or the limit is reached."""
         return self.free if self.allowed is None else min(self.free, max(self.allowed - self.used, 0))
 
     def warning(self, bytes_per_hour: float | None) -> str | None:
@@ -145,7 +145,7 @@ class DiskWatch:
 
     @property
     def used(self) -> int:
-        """The bytes that the run takes: as measured, and what was written since."""
+        """The space that the run uses, in bytes: the last measurement and everything written since."""
         return self._growing + self._checkpoints + self._written() - self._written_then
 
     def look(self) -> None:

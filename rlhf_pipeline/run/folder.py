@@ -252,4 +252,4 @@ class RunFolder:
 
 
 _LOOKED_AT: Final = 256
-"""Steps at each end of a run that are searched for its first and its last reward."""
+"""The number of steps at each end of a run that are searched for its first and its last reward."""

@@ -29,13 +29,13 @@ _TEXT_FILES: Final = (
     *("chat_template.jinja", "chat_template.json"),
 )
 _ENDS: Final = 1 << 20
-"""Bytes read at each end of a weight file, so that a model of 100 GB is checked in milliseconds."""
+"""The number of bytes read at each end of a weight file, so that a model of 100 GB is checked in milliseconds."""
 
 APART: Final = "they are stored separately, and the best checkpoint is selected only from them"
 """The consequence for evaluations with other prompts, sizes or rewards: their means are not comparable."""
 
 LARGEST_PROMPTS: Final = 64 << 20
-"""Bytes of the largest prompt file that is copied into the run folder."""
+"""The maximum size, in bytes, of a prompt file that is copied into the run folder."""
 
 Inputs = dict[str, dict[str, Any]]
 

@@ -21,7 +21,7 @@ from trajectory_store import TrajectoryStore
 Ints = npt.NDArray[np.int64]
 
 _STEPS_LOOKED_AT = 65
-"""Steps to simulate: with ordinary weights, every size of a source's share of a batch occurs within them."""
+"""The number of simulated steps. With ordinary weights, every size of a source's share of a batch occurs in them."""
 
 
 def shares(weights: Sequence[float], total: int) -> Ints:

@@ -40,7 +40,7 @@ from trajectory_store.new_files import new_file
 _CHARACTERS_A_TOKEN: Final = 16
 """A prompt with more characters per position of the context is first encoded in part: encoding is not linear."""
 _TEMPLATE_BYTES: Final = 256
-"""Bytes allowed for a chat template per message: a prompt that is shorter than the limit by more is not encoded."""
+"""Bytes per message reserved for a chat template. A prompt below the limit by more than this is not encoded."""
 _WORTH_REMEMBERING: Final = 1000
 """Fewer encoded prompts take less than a second."""
 _SECONDS_A_NOTICE: Final = 5.0

@@ -28,11 +28,11 @@ from trajectory_store.recorder.learnable_rows import learnable_rows, numbered
 Ints = npt.NDArray[np.int64]
 
 BATCH_ROWS: Final = 1024
-"""Trajectories of one commit, which limits memory use; a larger group is not split."""
+"""The number of trajectories in one commit, which limits memory use; a larger group is not split."""
 BATCH_TOKENS: Final = 1 << 20
-"""Tokens of one commit."""
+"""The number of tokens in one commit."""
 _LOOKED_AT: Final = 256
-"""Trajectories of each store whose token ids are checked before a run folder is made."""
+"""The number of trajectories of each store whose token ids are checked before a run folder is created."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

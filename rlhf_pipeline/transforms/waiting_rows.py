@@ -51,7 +51,7 @@ _SCORED = ("task_reward", "kl_coef", "log_probs")
 """Columns that determine the rounding error of a return."""
 
 _NEWEST = 16_384
-"""Rows of the store that are searched for a member that begins a group."""
+"""The number of rows of the store that are searched for a member that begins a group."""
 
 
 class RowUpdate(NamedTuple):

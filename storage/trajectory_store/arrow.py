@@ -21,7 +21,7 @@ from trajectory_store.schema import NUMERIC_DTYPES, Column, Schema
 SCHEMA_KEY: Final = b"trajectory_schema"
 """In the metadata of an Arrow schema: the columns of the store, which Arrow alone does not record."""
 BATCH_ROWS: Final = 16_384
-"""Rows of one record batch of a stream."""
+"""The number of rows in one record batch of a stream."""
 ROW_GROUP_BYTES: Final = 16 << 20
 """A Parquet file is written in row groups of about this size, each of which is in memory while it is written."""
 

@@ -145,7 +145,7 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
         if column.name not in data:
             if not column.optional:
                 raise BatchError(
-                    f"column '{column.name}' is missing from the batch, but it has no fill value. "
+                    f"column '{column.name}' is missing from the batch and has no fill value. "
                     f"Given: {', '.join(data) or 'nothing'}."
                 )
             continue
@@ -198,8 +198,8 @@ def by_columns(schema: Schema, data: Mapping[str, Any], n_rows: int | None = Non
         present = np.array([value is not None for value in rows], bool)
         if not column.optional:
             raise BatchError(
-                f"row {int(np.argmin(present))} has no value for column '{name}', which has no fill value: give every row "
-                "a value."
+                f"row {int(np.argmin(present))} has no value for column '{name}', which has no fill value. Set a "
+                "value in every row."
             )
         if present.any():
             partial[name] = present

@@ -634,7 +634,7 @@ class Catalog:
             return sum(s.rows - _missing_rows(s) for s in self.segments.values())
 
     def watermark(self) -> int:
-        """Rows committed since the store was made, as far as this reader has seen: it never falls."""
+        """The number of rows committed since the store was created, as this reader has seen; it never decreases."""
         with self.lock:
             self._watermark = max(self._watermark, self.state.rows_gone + sum(s.rows for s in self.segments.values()))
             return self._watermark

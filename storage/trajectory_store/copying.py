@@ -168,7 +168,7 @@ def copy_rows(
             )
     for column in target.schema:
         if column.name not in source.schema and not column.optional:
-            raise SchemaError(f"column '{column.name}' of the target has no fill value, but the source lacks it.")
+            raise SchemaError(f"the source has no column '{column.name}', which has no fill value in the target.")
     intact_ids = source.intact(ids, skip_damaged=skip_damaged)
     parts: list[Int64Array] = []
     for first in range(0, len(intact_ids), batch_rows):

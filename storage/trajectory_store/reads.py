@@ -42,7 +42,7 @@ Names = Mapping[str, "str | Callable[[Any, Int64Array], npt.NDArray[Any]]"]
 """Additional names in a condition; see `StoreReads.where`."""
 
 _WHERE_BYTES = 64 << 20
-"""Bytes of text that a condition searches at a time; longer texts are searched in parts."""
+"""The number of bytes of text that a condition searches at a time; longer texts are searched in parts."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

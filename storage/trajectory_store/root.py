@@ -77,7 +77,7 @@ class Root:
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Rows, and elements per axis, of the largest segments."""
+        """The number of rows, and of elements per axis, of the largest segments."""
         whole = self.preallocate or self.backend == "zarr"
         return (WHOLE_ROWS, WHOLE_ELEMENTS) if whole else (MAX_ROWS, MAX_ELEMENTS)
 

@@ -13,7 +13,7 @@ from trajectory_store.ragged import Int64Array, RaggedArray
 
 Mask = npt.NDArray[np.bool_]
 _SAMPLE: Final = 1 << 16
-"""Bytes that are counted to find the rarest byte of a needle."""
+"""The number of bytes that are counted to find the rarest byte of a needle."""
 
 
 class Texts:

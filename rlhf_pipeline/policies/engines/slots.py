@@ -59,7 +59,7 @@ from rlhf_pipeline.policies.weight_files import load_weights
 __all__ = ["SlotEngine"]
 
 SYNC_EVERY: Final = 16
-"""Tokens between two host syncs on CUDA."""
+"""The number of tokens between two host syncs on CUDA."""
 
 
 class SlotEngine:
@@ -273,11 +273,11 @@ class SlotRun(EngineRollout):
         self.stored = np.zeros(0, dtype=np.int64)
         self.hidden: Tensor | None = None
         self.waiting = 0
-        """Rows that have left their slot and come back."""
+        """The number of rows that have left their slot and will return."""
 
     @property
     def to_come(self) -> int:
-        """The most rows that have not begun, or come back."""
+        """The maximum number of rows that have not started, or will return to a slot."""
         return self.count - self.next
 
     def step(self) -> bool:

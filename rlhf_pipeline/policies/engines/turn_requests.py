@@ -17,7 +17,7 @@ from rlhf_pipeline.policies.engines.protocol import Engine, RaggedCompletions, R
 from rlhf_pipeline.policies.engines.turn_rows import Answers, EndedTurn, Partner, TurnEngine, TurnRow, begin_rows
 
 MOST_REQUESTS: Final = 256
-"""Turns that are sampled at the same time if each has a thread; further turns wait."""
+"""The maximum number of turns that are sampled concurrently if each has a thread; further turns wait."""
 LOOK_S: Final = 0.5
 """How often to check for newer weights, the deadline and an abort while no response arrives."""
 _TURN: Final = 1 << 40

@@ -120,7 +120,7 @@ class Child:
         self.names = [name, *(f"{name}-{rank}" for rank in range(1, size))]
         self.config = config
         self.failures = 0
-        """Failures in a row."""
+        """The number of consecutive failures."""
         self.is_wanted = True
         """Whether to restart it when it ends."""
         self._folder = folder

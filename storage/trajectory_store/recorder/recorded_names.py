@@ -17,7 +17,7 @@ from trajectory_store.recorder.standard import EPISODE, EVALUATION
 from trajectory_store.store import TrajectoryStore
 
 LIMIT = 1 << 16
-"""Rows whose names, and groups whose names, are kept in memory."""
+"""The maximum number of rows, and of groups, whose names are kept in memory."""
 _BLOCK = 1024
 RowName = tuple[str, str]
 """The run, and the name in it."""
