@@ -61,8 +61,9 @@ def test_the_batch_of_an_advantage_is_the_rollout_after_a_resume_too(tmp_path, e
     assert len(rest.stored.rows(0, 3)) == 7
     assert not rest.collect(0, policy_version=0).from_store
     assert advantages(rest)[:16].tolist() == advantages(straight).tolist()
-    assert rest.collect(0, policy_version=0).from_store
+    again = rest.collect(0, policy_version=0)
     returns = straight.buffer.store.read_scalars("task_reward").astype(np.float64)
+    assert (again.from_store, again.num_trajectories, again.task_reward) == (True, 16, pytest.approx(returns.mean()))
     by_group = estimator != "reinforce_pp"
     centred = returns - (returns.reshape(4, 4).mean(1).repeat(4) if by_group else returns.mean())
     if estimator == "gdpo":

@@ -303,6 +303,21 @@ def test_what_the_world_failed_is_begun_again():
                 assert one.row.ids == ids
 
 
+def test_members_of_a_group_have_the_same_seed():
+    """Each group has another one: a non-negative int64, which NumPy and torch take too."""
+    seeds: list[int] = []
+
+    class Seeded(FrozenLake):
+        def reset(self, prompt: Prompt, seed: int) -> str:
+            seeds.append(seed)
+            return super().reset(prompt, seed)
+
+    conversations(Seeded, groups=12, max_turns=1)
+    counts = collections.Counter(seeds)
+    assert (len(counts), {*counts.values()}) == (12, {4})
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
 def test_members_of_a_group_see_the_same():
     """A reset that depends on more than prompt and seed is refused: answers to other questions cannot be compared."""
 

@@ -71,6 +71,12 @@ def run(environment: Any, *texts: str, model: Any = None, **changes: Any) -> lis
     return runner.run([Prompt(text=text) for text in texts], list(range(len(texts))))
 
 
+def test_a_turn_that_no_request_waits_for_is_an_error():
+    """A turn before the first request of the program."""
+    with pytest.raises(RuntimeError, match="no request is waiting for this turn"):
+        asyncio.run(AgentProgram(everything)().step(Turn(text="1")))
+
+
 def log_probs_of(conversations: list[Conversation]) -> Any:
     """The log-probs of all rows, one after the other."""
     rows = [row.row.log_probs for one in conversations for row in one.sampled_rows if row.row is not None]

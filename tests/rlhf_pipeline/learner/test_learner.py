@@ -13,6 +13,7 @@ from rlhf_pipeline.buffer.storage import TrajectoryStorage
 from rlhf_pipeline.buffer.trajectory_schema import trajectory_schema
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingKeyError
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.learner.metrics import ModelCost
 from rlhf_pipeline.run.ledger import Ledger
 from rlhf_pipeline.run.rows import StepRows
 from tests.moments import at_call
@@ -33,7 +34,7 @@ def make_learner(tmp_path):
             policy=policy,
             loss=GRPOLoss(policy, entropy_bonus=True, **options),
             buffer=buffer,
-            config=Learn(token_budget=budget),
+            config=Learn(token_budget=budget, peak_flops=1e12),
             max_staleness=staleness,
             max_completion_tokens=8,
             ledger=Ledger(tmp_path / f"ledger-{len(buffers)}.jsonl"),
@@ -176,6 +177,10 @@ def test_the_ledger_reports_what_taught_nothing_and_what_was_left_out(make_learn
     assert (metrics["num_trajectories"], metrics["num_groups"], metrics["num_taught"]) == (5, 3, 5 if bonus else 2)
     assert row["no_gradient"] == ([] if bonus else row["row_ids"][2:])
     assert row["left_out"] == {"failed": 1}
+    lengths, scored, cost = torch.full((5,), 3), torch.full((5,), 2), ModelCost.of(learner.policy)
+    flops = cost.flops(lengths, scored) if bonus else cost.flops(lengths[:2], scored[:2])
+    flops += 0 if bonus else cost.flops(lengths[2:], scored[2:], backward=False)
+    assert metrics["mfu"] * metrics["update_s"] * 1e12 == pytest.approx(flops)
 
 
 @pytest.mark.parametrize("layout", ["packed", "prefix_shared"])

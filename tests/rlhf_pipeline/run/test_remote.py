@@ -304,8 +304,9 @@ def test_no_process_has_a_run_for_itself_beside_one_that_works_on_it(memory, sho
         with pytest.raises(RunExistsError, match=r"its own processes \(learner\)\. Wait\."), alone:
             pass
         assert [name for name in ("learner", "collector-0") if other.place.is_alive(name)] == ["learner"]
+    assert RunFolder("s3://memory/run").in_use_since() is None
     with RunFolder("s3://memory/run").lock():
-        pass
+        assert RunFolder("s3://memory/run").in_use_since() is not None
 
 
 def claims_of(memory, trajectories, name: str, monkeypatch) -> tuple[LeasedClaims, TrajectoryStore, Mirror]:

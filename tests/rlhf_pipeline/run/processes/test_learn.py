@@ -76,18 +76,29 @@ def forge(run: RunFolder, save: Callable[[Path], object]) -> None:
     publish(run, said, save=save)
 
 
-@pytest.mark.parametrize("starts", ["alone", "with a learner"])
-def test_a_collector_reports_what_it_waits_for(run, tmp_path, children, starts):
-    """The first weights, or the steps of a learner: its heartbeat does not keep an earlier state."""
-    is_alone = starts == "alone"
-    run_dir = tmp_path / "alone" if is_alone else run.path
-    state = f"waiting for the {'first weights' if is_alone else 'learner'}"
-    collector = children.fork(lambda: collect(PIPELINE, run_dir=run_dir))
-    beat = collector.until(
-        lambda: (beat := read_heartbeat(run_dir / "processes", "collector-0")).get("state") == state and beat,
-        seconds=60.0,
+@pytest.mark.parametrize("process", ["collector", "collector of a run", "learner"])
+def test_a_process_that_waits_reports_it_and_leaves_the_processor(run, tmp_path, children, process):
+    """A collector waits for the first weights or for steps, a learner for rollouts; meanwhile it does little."""
+    run_dir = run.path if process == "collector of a run" else tmp_path / "new"
+    act, name, state, fields = {
+        "collector": (collect, "collector-0", "waiting for the first weights", {"version": -1, "rollouts": 0}),
+        "collector of a run": (collect, "collector-0", "waiting for the learner", {"version": 2, "rollouts": 4}),
+        "learner": (learn, "learner", "waiting for a rollout", {"step": 0}),
+    }[process]
+    child = children.fork(lambda: act(PIPELINE, run_dir=run_dir))
+    beat = child.until(
+        lambda: (beat := read_heartbeat(run_dir / "processes", name)).get("state") == state and beat, seconds=60.0
     )
-    assert (beat["version"], beat["rollouts"]) == ((-1, 0) if is_alone else (2, 4))
+    assert beat | fields == beat
+    used_s = processor_s(child.pid)
+    time.sleep(0.5)
+    assert processor_s(child.pid) - used_s < 0.15
+
+
+def processor_s(pid: int) -> float:
+    """The processor time of a process so far, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_damaged_weights_are_named_refused_and_published_again(run):
