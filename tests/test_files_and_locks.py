@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline.run.processes.heartbeat import is_alive
 from trajectory_store.locks import locked, try_lock, unlock
 from trajectory_store.new_files import new_file, write_atomically
 
@@ -143,7 +144,7 @@ def test_a_lock_excludes_threads_and_other_open_files(tmp_path: Path):
 
 
 def test_a_lock_that_is_not_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where the file system has no locks, it is skipped; other errors are raised."""
+    """Where the file system has no locks, it is skipped, and no process counts as alive; other errors are raised."""
     number = errno.ENOLCK
 
     def flock(file: object, operation: int) -> None:
@@ -152,6 +153,8 @@ def test_a_lock_that_is_not_required(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fcntl, "flock", flock)
     with locked(tmp_path, required=False):
         pass
+    (tmp_path / "learner.lock").touch()
+    assert not is_alive(tmp_path, "learner")
     with pytest.raises(OSError, match="No locks"), locked(tmp_path):
         pass
     number = errno.EIO

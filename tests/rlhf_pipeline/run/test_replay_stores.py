@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from rlhf_pipeline.run.rerun import plan_rerun, rerun
 from rlhf_pipeline.run.rows import StepRows
 from rlhf_pipeline.run.start import run
 from tests.damage import flip_value
+from tests.moments import at_call
 from tests.rlhf_pipeline.small import changed, make_store, offline, tiny, weights
 from trajectory_store import TrajectoryStore, copy_rows
 
@@ -150,6 +153,19 @@ def test_a_replay_continues_where_it_stopped(tmp_path):
     assert [event.step for event in events if isinstance(event, StepDone)] == [5, 6]
     with pytest.raises(RunMismatchError, match=r"replay.filters was \[\], is"):
         run(offline(store, replay={"filters": ("reward>0",)}), run_dir=tmp_path / "parts", resume=True)
+
+
+def test_a_signal_while_trajectories_are_gathered_begins_no_learner(tmp_path):
+    """The rest is gathered by the resume, which gives the weights of a straight run."""
+    stores = [make_store(tmp_path / f"store-{seed}", seed=seed) for seed in (0, 1)]
+    run(offline(*stores), run_dir=tmp_path / "straight")
+    events: list[Event] = []
+    with at_call(TrajectoryStore.append_batch, before=lambda _: os.kill(os.getpid(), signal.SIGTERM)):
+        finished = run(offline(*stores), run_dir=tmp_path / "run", on_event=events.append)
+    assert events == [finished]
+    assert (finished.reason, finished.steps, finished.num_trajectories) == ("interrupted", 0, 12)
+    run(offline(*stores), run_dir=tmp_path / "run", resume=True)
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
 
 
 def test_what_was_gathered_is_reported_and_recorded(tmp_path):
