@@ -587,7 +587,7 @@ class Replay(Settings):
         return [
             (
                 not self.weights or not self.stores or len(self.weights) == len(self.stores),
-                f"{len(self.weights)} weights for {len(self.stores)} stores. Give one weight per store, or none.",
+                f"{len(self.weights)} weights for {len(self.stores)} stores. Set one weight per store, or none.",
             ),
             (
                 not self.recorded_order or (len(self.stores) <= 1 and self.epochs is None),

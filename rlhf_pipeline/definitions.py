@@ -213,7 +213,7 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
 
 def _from_file(file: Path, function: str, spec: str) -> Definition:
     if file.is_dir():
-        raise DefinitionError(f"{file} is a folder. Give a Python file in it: {file}/FILE.py[:function].")
+        raise DefinitionError(f"{file} is a folder. Specify a Python file in it: {file}/FILE.py[:function].")
     definitions = definitions_in(file)
     if not function:
         return _the_only_one(definitions, file)
@@ -271,7 +271,7 @@ def _builtin(name: str) -> Definition:
         raise DefinitionError(f"there is no built-in pipeline '{name}'. For the local file, type ./{beside}")
     raise DefinitionError(
         f"there is no pipeline '{name}'.{did_you_mean(name, built_in)} `rlhf-pipeline list` shows all of them. To use "
-        "your own definition, give FILE.py[:function]."
+        "your own definition, specify FILE.py[:function]."
     )
 
 

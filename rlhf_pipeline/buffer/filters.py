@@ -84,4 +84,4 @@ DERIVED: Final[Mapping[str, Callable[[TrajectoryStore, Ids], Ids]]] = {
 }
 
 NAMES: Final[Mapping[str, str | Callable[[Any, Ids], Ids]]] = {**SHORT, **DERIVED, "id": lambda store, ids: ids}
-"""What a condition may name besides columns."""
+"""Names that a condition may use in addition to columns."""

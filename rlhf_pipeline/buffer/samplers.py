@@ -305,7 +305,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
     "staleness": Strategy(StalenessAwareSampler, (), ("staleness_weight_fn",)),
     "consuming": Strategy(_consuming, (), ("max_sample_count",)),
 }
-"""The strategies by name. To add one, add it here and to `config.Strategy`; a custom one needs neither."""
+"""The strategies by name. To add one, add it here and to `config.Strategy`; a custom strategy needs neither."""
 
 
 def strategy_of(strategy: str | StrategyFunction) -> Strategy:

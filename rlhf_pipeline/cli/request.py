@@ -76,7 +76,7 @@ def _recorded(
             f"{out} was started with seed {config.seed}, not {args.seed}. Omit --seed to continue it, or {otherwise}."
         )
     form = "--definition FILE.py:function" if args.command == "replay" else "FILE.py:function"
-    moved = f"give its new path: rlhf-pipeline {args.command} {form} {place} {typed(out)}"
+    moved = f"specify its new path: rlhf-pipeline {args.command} {form} {place} {typed(out)}"
     definition = definition_of(run, definition_name, trust=args.trust, moved=moved)
     merged = _merged(with_copied_inputs(run, config.overrides), overrides)
     return _new_run(args, definition, merged, out, seed=config.seed, device=config.device, resume=True, **more)
@@ -129,7 +129,7 @@ def _branched(args: argparse.Namespace) -> Run:
     if args.resume:
         raise DefinitionError("--from starts a new run and --resume continues a run. Omit one of them.")
     source, checkpoint = checkpoint_named(args.begin_from)
-    moved = "give its new path before --from: rlhf-pipeline run FILE.py:function --from RUN"
+    moved = "specify its new path before --from: rlhf-pipeline run FILE.py:function --from RUN"
     run = _new_run(
         args,
         definition_of(source, args.definition, trust=args.trust, moved=moved),
@@ -154,7 +154,7 @@ def _resumed(args: argparse.Namespace) -> Run:
     elif definition_name is not None:
         out = Path("runs") / definitions.find(definition_name).function
     else:
-        raise DefinitionError("give the run to continue: rlhf-pipeline run --resume --out runs/NAME")
+        raise DefinitionError("specify the run to continue: rlhf-pipeline run --resume --out runs/NAME")
     folder = RunFolder(out)
     check_free_or_recorded(folder, resume=True)
     command = _command(args, definition_name, out=out if args.out or definition_name is None else None)
@@ -168,7 +168,7 @@ def _resumed_replay(args: argparse.Namespace) -> Run:
     out = _replay_folder(args)
     if args.paths and not is_run(out):
         raise MissingPathError(
-            f"there is no replay to continue at {out}. Omit --resume to start it, or give its folder: --out DIR."
+            f"there is no replay to continue at {out}. Omit --resume to start it, or specify its folder: --out DIR."
         )
     check_free_or_recorded(RunFolder(out), resume=True)
     overrides, command = _typed_for_replay(args), _replay_command(args)
@@ -177,7 +177,7 @@ def _resumed_replay(args: argparse.Namespace) -> Run:
 
 def _new_replay(args: argparse.Namespace) -> Run:
     if not args.paths:
-        raise DefinitionError("give the stores to learn from, for example: rlhf-pipeline replay runs/copy_digits")
+        raise DefinitionError("specify the stores to learn from, for example: rlhf-pipeline replay runs/copy_digits")
     for path in args.paths:
         open_run_or_store(path)  # raises an error that names what is there instead
     first, overrides, recorded = address_of(args.paths[0]), (), {}
@@ -230,7 +230,7 @@ def _replay_folder(args: argparse.Namespace) -> Address:
     if args.out:
         return address_of(args.out)
     if not args.paths:
-        raise DefinitionError("give the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
+        raise DefinitionError("specify the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
     first = address_of(args.paths[0])
     place = run_of_store(first) or (first.absolute() if isinstance(first, Path) else first)
     return Path("runs") / f"{str(place).rpartition('/')[2]}-replay"

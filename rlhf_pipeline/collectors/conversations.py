@@ -69,7 +69,7 @@ _UNBOUNDED: Final = 1 << 30
 _LOOK_S: Final = 0.5
 """The interval at which a wait for a reply checks whether the engine must end."""
 _LONG_S: Final = 1.0
-"""Steps in place are reported if they take longer than this, and most of the time, in one rollout."""
+"""Sequential calls are reported if they take longer than this, and most of the time, in one rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class _Kind:
     tools: RenderedTools
     rewards: tuple[str, ...] | None
     overlaps: bool
-    """Its calls run concurrently with sampling; see `environments.environment.is_parallel`."""
+    """Whether its calls run concurrently with sampling; see `environments.environment.is_parallel`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +289,7 @@ class Conversations:
         self.has_template = getattr(policy.tokenizer, "chat_template", None) is not None
         self.as_chat = as_chat and self.has_template
         self._parsers: dict[str, TurnParser] = {}
-        """The parsers, by the tools whose calls they parse."""
+        """The parser for each set of tools."""
         self.ends = end_texts(policy.tokenizer, policy.eos_token_ids)
         makers = self.make.makers if isinstance(self.make, Environments) else {"": self.make}
         self.kinds = {name: self._kind(make) for name, make in makers.items()}
@@ -306,7 +306,7 @@ class Conversations:
         self._overlaps: list[bool] = []
         """For each conversation, whether its calls run concurrently with sampling."""
         self._calls: dict[int, Call] = {}
-        """The newest of these calls, by conversation."""
+        """The newest of these calls for each conversation."""
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._wake: Callable[[], None] = _nothing
         self._ended: Callable[[int, Conversation], None] | None = None

@@ -108,7 +108,7 @@ class Grader:
     ) -> None:
         self.retries = retries
         self.leaves_out = leaves_out
-        """Whether a function may exclude a completion; in an evaluation it only does not apply."""
+        """Whether a function may exclude a completion; in an evaluation, the function is treated as not applicable."""
         self.bound = bound
         self.rewards, self.forms = bound.rewards, bound.forms
         self.timeout_s = timeout_s

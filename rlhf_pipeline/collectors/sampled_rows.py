@@ -22,9 +22,9 @@ from rlhf_pipeline.data.trajectories import Flat, Text, Trajectories, concat, ve
 from rlhf_pipeline.policies.engines.protocol import RaggedCompletions
 
 OWNER: Final[Key] = "prompt_index"
-"""int64 [n], which prompt of the rollout a sampled row continues; only until `trajectories` names its group."""
+"""int64 [n], the prompt of the rollout that each row continues; used until `trajectories` assigns its group."""
 MEMBER: Final[Key] = "member"
-"""int64 [n], its place in its group; likewise."""
+"""int64 [n], the position of each row in its group; used until then."""
 
 
 def sampled_completions(

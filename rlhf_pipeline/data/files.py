@@ -217,8 +217,8 @@ def _in_folder(folder: Path) -> list[SourceFile]:
     ] or [path for path in folder.iterdir() if re.search(r"\.json(\.gz|\.zst)?$", path.name.lower())]
     if not files:
         raise DefinitionError(
-            f"{folder} is not a saved dataset and contains no .jsonl, .csv, .parquet or .arrow files. Give the paths "
-            "of the files."
+            f"{folder} is not a saved dataset and contains no .jsonl, .csv, .parquet or .arrow files. Specify the "
+            "files."
         )
     return [SourceFile(path, _container_of(path, None)) for path in sorted(files, key=natural)]
 

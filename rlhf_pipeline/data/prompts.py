@@ -307,7 +307,7 @@ class Prompts(Settings):
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
-            (bool(self.path) != (self.rows is not None), "give either a path or rows."),
+            (bool(self.path) != (self.rows is not None), "set either path or rows."),
             (self.system is None or self.as_chat, "system is a chat message, so it needs as_chat=True."),
         ]
 
@@ -458,7 +458,7 @@ class Mix(Settings):
             (len(self.sources) > 0, "there are no sources."),
             (
                 len(self.weights) in (0, len(self.sources)),
-                f"{len(self.weights)} weights for {len(self.sources)} sources; give one weight per source, or none.",
+                f"{len(self.weights)} weights for {len(self.sources)} sources; set one weight per source, or none.",
             ),
             (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; they must be equal."),
         ]

@@ -290,7 +290,7 @@ class ChatChoice:
     """One sampled message."""
 
     message: Mapping[str, Any]
-    """As `Turn` has it: text, and calls with parsed arguments and ids."""
+    """In the form of `Turn`: text, and calls with parsed arguments and ids."""
     finish_reason: str = "stop"
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -22,9 +22,9 @@ from typing import Any, Final, Literal
 from rlhf_pipeline.environments.chat_requests import ChatChoice, ChatError, ChatRequest, ChatResponse, parse
 
 MOST_BYTES: Final = 16 << 20
-"""The largest body of a request, and the most bytes of the requests of one conversation that wait."""
+"""Maximum number of bytes of a request body, and of the waiting requests of one conversation."""
 MOST_WAITING: Final = 64
-"""The most samples of one conversation that wait; further requests are rejected."""
+"""Maximum number of waiting samples of one conversation; further requests are rejected."""
 BODY_S: Final = 60.0
 """Seconds within which the body of a request must arrive."""
 _IDLE_S: Final = 600
@@ -42,7 +42,7 @@ class ChatSample:
 
     request: ChatRequest
     number: int
-    """The number of the sample among those of equal requests, from 0."""
+    """The index of the sample among the samples of equal requests, starting at 0."""
     exchange: Exchange
 
 

@@ -82,7 +82,7 @@ class Step:
     """The index of the row of the episode that the reply continues, starting at 0, in the order in which the rows
     began. None continues the row of the turn. With `done`, the row to which the outcome applies."""
     call_errors: int = 0
-    """The number of calls of the turn that could not be made as the policy wrote them and that the reply reports.
+    """The number of the turn's calls that could not be made as the policy wrote them and that the reply reports.
     Calls that could not be parsed are already counted."""
 
 

@@ -50,7 +50,7 @@ class Outcome:
     """Stored as `failure_reason`; empty if its reward is trusted."""
 
 
-_ERROR_REPLY: Final = f"continues with an error message; the last of `collect.max_call_errors` ends it (`{CALLS}`)"
+_ERROR_REPLY: Final = f"continues with an error message; ends at `collect.max_call_errors` errors (`{CALLS}`)"
 
 OUTCOMES: Final = (
     Outcome(name="won", what="the environment returns done, with rewards", then="ends", finish_reason=STOP),

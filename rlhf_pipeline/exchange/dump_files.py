@@ -215,9 +215,7 @@ def _members(archive_path: Path, path: Path, scratch: Path, depth: int = 1) -> l
         depth: the number of archives that contain these members.
     """
     if depth > _DEEPEST:
-        raise DefinitionError(
-            f"{path} is nested in more than {_DEEPEST} archives. Unpack it and give the paths of the files."
-        )
+        raise DefinitionError(f"{path} is nested in more than {_DEEPEST} archives. Unpack it and specify the files.")
     with open_archive(archive_path) as archive:
         items = [item for item in archive.infolist() if not item.is_dir() and not _is_hidden(Path(item.filename))]
         lines = [item for item in items if re.search(_FILES, item.filename.lower())]
@@ -226,7 +224,7 @@ def _members(archive_path: Path, path: Path, scratch: Path, depth: int = 1) -> l
         chosen += [item for item in items if _TAR.search(item.filename.lower())]
         if sum(item.file_size for item in chosen) > _MOST_UNPACKED:
             raise DefinitionError(
-                f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB. Unpack it and give the paths of the files."
+                f"{path} unpacks to more than {_MOST_UNPACKED >> 30} GiB. Unpack it and specify the files."
             )
         if not chosen:
             raise DefinitionError(f"{path} contains no .jsonl, .csv, .parquet, .pt, .zip, .eval or .json files.")

@@ -11,7 +11,7 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from trajectory_store.recorder.raw_rollout import RawRollout
 
 _NAME = (
-    "Give the field that identifies the group: --group FIELD (a dotted path of the prompt), or the number of "
+    "Specify the field that identifies the group: --group FIELD (a dotted path of the prompt), or the number of "
     "consecutive rows per group: --group 8"
 )
 

@@ -529,7 +529,7 @@ def _recognise(sources: Sequence[DumpCandidate], format: str, how: _How, report:
             raise refusals[0]
         if summaries:
             raise DefinitionError(
-                f"{summaries[0].path} has rewards but no tokens. Also give the run's capture/sample.jsonl."
+                f"{summaries[0].path} has rewards but no tokens. Also import the run's capture/sample.jsonl."
             )
         raise DataError(f"{', '.join(str(candidate.dump.path) for candidate in sources)}: there are no rows to import.")
     return plan

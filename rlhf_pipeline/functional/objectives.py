@@ -157,7 +157,7 @@ OBJECTIVES: Final[Mapping[str, ObjectiveEntry]] = {
     "dppo": ObjectiveEntry(_dppo),
     "vespo": ObjectiveEntry(_vespo, per_token=False),
 }
-"""The objectives by name. To add one, add it here and to `config.Objective`; a custom one needs neither."""
+"""The objectives by name. To add one, add it here and to `config.Objective`; a custom objective needs neither."""
 
 
 def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:

@@ -87,10 +87,10 @@ class StepSeen:
 
 
 MetricFunction = Callable[[StepSeen], "float | int | Mapping[str, float | int | None] | None"]
-"""A custom figure for `metrics.jsonl`: of one step, under the function's name, or several by name.
+"""A function of one step that returns a custom figure for `metrics.jsonl`, or several by name.
 
-It only looks: what it raises or returns wrongly is absent from the line, with one notice. `data_metrics` is one of
-these.
+A single figure has the name of the function. If the function raises an exception or returns an invalid value, the
+figure is omitted from the line, with one notice. `data_metrics` is an example.
 """
 
 

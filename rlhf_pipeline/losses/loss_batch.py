@@ -221,7 +221,7 @@ def _token_mask(
     if strategy == "generic":
         return attention
     if strategy == "rlhf":
-        advice = "masking_strategy='rlhf' counts the assistant's tokens; pass 'sft' for one response after a prompt."
+        advice = "masking_strategy='rlhf' selects the assistant's tokens; pass 'sft' for one response after a prompt."
         assistant = read.get(names.assistant_mask)
         if assistant is None:
             assistant = read.need(names.assistant_mask, advice)

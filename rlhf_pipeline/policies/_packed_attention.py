@@ -19,7 +19,7 @@ from rlhf_pipeline.policies._packing import Segments
 
 ARGUMENT = "packed_segments"
 QUERY_BLOCK = 512
-"""Queries of a segment with a prefix go block by block, so that a mask is never larger than this times the keys."""
+"""Queries of a segment with a prefix are processed in blocks of this size, which limits the size of a mask."""
 
 
 class PackedUnsupported(Exception):

@@ -26,7 +26,7 @@ _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 _ROWS: Final = 24
 """The number of rows of the inputs with which modules are checked."""
 _HALF_PRECISION: Final = 0.03
-"""The largest difference to tolerate in half precision, relative to the largest value: some units in the last place.
+"""The largest difference to tolerate in half precision, relative to the largest value: a few units in the last place.
 
 Eager kernels round each product of a gate to the model's dtype, a fused kernel only the last one.
 """

@@ -58,7 +58,7 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
         if not local and isinstance(error, OSError):
             raise MissingPathError(
                 f"{source!r} is not a folder, and the Hugging Face hub has no model with that name "
-                f"({_first_line(error)}). Check the spelling, or give a folder that save_pretrained wrote."
+                f"({_first_line(error)}). Check the spelling, or specify a folder that save_pretrained wrote."
             ) from error
         raise DataError(
             f"{source} cannot be loaded as a causal language model: {_first_line(error)} "

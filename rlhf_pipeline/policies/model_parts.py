@@ -30,18 +30,18 @@ from rlhf_pipeline.policies.logit_map import LEVELS, fitted_map, numbers_of
 _LENGTH_ROPES = ("longrope", "dynamic")
 """Rotary embeddings whose frequencies change, for all tokens of a batch, when its longest row passes a limit."""
 _CACHES = ("past_key_values", "cache", "cache_params")
-"""What transformers calls the cache of keys and values: the first until 5.23, the second from 5.24 on. Mamba's has the
-third until 5.23."""
+"""The names of the cache of keys and values in transformers: the first until 5.23, the second from 5.24 on. Mamba
+models use the third until 5.23."""
 _PROBE_TOKENS = 64
 _FITTED_TOKENS = 24
 """The number of tokens to whose logits a map is fitted. With 150,000 entries each, more would take a GiB."""
 _COMPRESSED = "compressed_sparse_attention"
 _CHOOSING = frozenset({_COMPRESSED, "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
-"""Kinds of layers that attend to `index_topk` tokens or blocks; transformers 5.17 has the last two for the second."""
+"""Kinds of layers that attend to `index_topk` tokens or blocks; transformers 5.17 has the last two, not the second."""
 _RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Kinds of layers that keep convolution or recurrent states; the hybrid ones keep keys and values as well."""
 _KNOWN_CACHES = _RECURRENT | {"full_attention", "sliding_attention", "mlp", "moe"}
-"""Kinds of layers whose cache is what the slots hold: a key and a value per token, a state per row, or nothing."""
+"""Kinds of layers whose cache the slots support: a key and a value per token, a state per row, or nothing."""
 
 
 @dataclass(frozen=True)

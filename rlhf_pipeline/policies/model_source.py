@@ -47,7 +47,7 @@ def template_text(template: str) -> str:
         return template
     if not file.is_file():
         raise MissingPathError(
-            f"there is no chat template at {template}. Give a Jinja file, such as the chat_template.jinja of "
+            f"there is no chat template at {template}. Specify a Jinja file, such as the chat_template.jinja of "
             "save_pretrained: --set policy.chat_template=FILE; or omit it to use the tokenizer's template."
         )
     return file.read_text(encoding="utf-8")
@@ -65,14 +65,14 @@ def resolve_source(source: str | os.PathLike[str]) -> tuple[str, bool]:
         return str(path), True
     if path.exists():
         raise DataError(
-            f"{path} is a file. Give the folder with config.json and the weights, or a file that ends in {GGUF}."
+            f"{path} is a file. Specify the folder with config.json and the weights, or a file that ends in {GGUF}."
         )
     # A relative name with one slash may be a folder or a hub name; if its parent folder exists, it is a folder.
     if not _HUB_NAME.fullmatch(name) or path.parent.is_dir():
         near = f" Its parent folder contains: {_listing(path.parent)}." if path.parent.is_dir() else ""
         raise MissingPathError(
             f"there is no model folder at {name}. Create one: rlhf-pipeline new-model {typed(name)} --text FILE. Or "
-            "give a folder that save_pretrained wrote (--set policy.path=FOLDER); specify a model on the hub as "
+            "specify a folder that save_pretrained wrote (--set policy.path=FOLDER); specify a model on the hub as "
             f"owner/name.{near}"
         )
     return name, False
@@ -102,7 +102,7 @@ def _check_folder(path: Path) -> None:
         raise DataError(
             f"{path} contains the adapters of a LoRA run, not a complete model. To continue with them: rlhf-pipeline "
             f"run DEFINITION --from {run}. To start from the adapted model, merge them into their base model with peft "
-            '(merge_and_unload, "LoRA" in docs/use_the_model.md) and give the merged folder.'
+            '(merge_and_unload, "LoRA" in docs/use_the_model.md) and specify the merged folder.'
         )
     if not (path / "config.json").is_file():
         raise DataError(

@@ -153,7 +153,7 @@ def scratch_model(
     ([3, 2, 4], 5)
     """
     if not alphabet or len(set(alphabet)) != len(alphabet):
-        raise DefinitionError(f"alphabet {alphabet!r} is empty or repeats a character; give every character once.")
+        raise DefinitionError(f"alphabet {alphabet!r} is empty or repeats a character; list every character once.")
     tokenizer = _character_tokenizer(alphabet, max_positions)
     # A Llama: AutoTokenizer reads tokenizer.json unchanged for this type, so a saved policy loads anywhere.
     config = LlamaConfig(
@@ -208,7 +208,7 @@ def _character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokeniz
 def _train_tokenizer(text_file: Path, vocab_size: int, max_positions: int) -> tuple[Qwen2Tokenizer, int]:
     texts = [_cut(text) for text in _texts(text_file)]
     if not texts:
-        raise DataError(f"{text_file} has no text to train a tokenizer on. Choose another file.")
+        raise DataError(f"{text_file} contains no text from which to train a tokenizer. Choose another file.")
     # Qwen2Tokenizer's own normalizer and pre-tokenizer (one token per digit): AutoTokenizer makes a Qwen2Tokenizer for
     # every Qwen2 model and installs these, so any other tokenizer would encode the same text differently after loading.
     backend = Qwen2Tokenizer().backend_tokenizer
@@ -241,7 +241,7 @@ def _texts(path: Path) -> Iterator[str]:
     """Yield the lines of a text file, or every string in the objects of a JSONL file."""
     if not path.is_file():
         raise MissingPathError(
-            f"There is no text file at {path}. Give a .txt or .jsonl file to train the tokenizer on."
+            f"There is no text file at {path}. Specify a .txt or .jsonl file from which to train the tokenizer."
         )
     is_json = path.suffix in (".jsonl", ".json", ".ndjson")
     try:

@@ -48,9 +48,9 @@ _HALF_PRECISION_GAP = 0.2
 """The largest mean difference of log-probs between two layouts that half precision explains, in nats.
 
 Two correct layouts of SmolLM2-135M in bfloat16 differed by 0.019 to 0.060 a token in five batches of one rollout. A
-bound of 0.02 let the first batch of a process decide randomly which layout all its steps used: a resumed run on an
-H200 computed other last bits, and used other memory, than before. Attention across rows changes the log-probs of a
-trained model by more than this bound.
+bound of 0.02 let the first batch of a process determine randomly which layout all its steps used: a resumed run on an
+H200 computed different last bits, and used a different amount of memory, than before. Attention across rows changes
+the log-probs of a trained model by more than this bound.
 """
 
 

@@ -20,7 +20,7 @@ SILENT_S: Final = 30.0
 _STILL_S: Final = 300.0
 """A run that takes no step for this long has stalled, unless its steps are long."""
 _STILL: Final = 10
-"""... that is, if the time is less than this many times the longest of its newest steps."""
+"""Its steps are long if the time is less than this many times the longest of its newest steps."""
 _FIRST_S: Final = 3600.0
 """How long the first step may take."""
 _IDLE_STEPS: Final = 20

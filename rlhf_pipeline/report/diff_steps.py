@@ -33,7 +33,7 @@ class StepDifference:
     """The values at the first step that differs; for a batch, the numbers of trajectories."""
     right: Any = None
     largest: float = 0.0
-    """The largest difference of two values, relative to the larger of the two; 0.0 for a batch."""
+    """The largest difference between two values, relative to the larger of the two; 0.0 for a batch."""
 
     def note(self, step: int, left: Any, right: Any, *, differs: bool) -> None:
         """Count a step."""

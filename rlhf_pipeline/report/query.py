@@ -59,7 +59,7 @@ _ENOUGH_S = 0.15
 """A search returns a full page after this time; the next request continues from there."""
 _BUDGET_S = 0.5
 _SEARCHES = 4
-"""Searches whose hits are kept, 8 bytes per hit."""
+"""Number of searches whose hits are kept, at 8 bytes per hit."""
 _LOG_BYTES = 16_384
 _LISTED: Final = 100
 """The maximum number of rows of a list in one response."""

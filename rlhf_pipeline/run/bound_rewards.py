@@ -65,5 +65,5 @@ def check_columns(bound: BoundRewards, field: str, source: PromptSource) -> None
         raise DefinitionError(
             f"the reward function {function_name(lacks[0].function)} has the argument {lacks[1]!r}, a column that "
             f"the prompts of {field} do not have. Their columns are: {', '.join(columns) or 'none'}. Add it, or "
-            "give the argument a default."
+            "set a default for the argument."
         )

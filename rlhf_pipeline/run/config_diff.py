@@ -22,7 +22,7 @@ _SILENT: Final = frozenset(
         *("collect.reward_concurrency", "collect.call_threads", "collect.alarm_failed"),
     }
 )
-"""Fields that decide when to stop, save and report, and how much fits in memory or runs at a time, but not what is
+"""Fields that affect when to stop, save and report, and how much is in memory or runs concurrently, but not what is
 learned."""
 
 _WITH_CONSEQUENCE: Final[Mapping[str, str]] = {

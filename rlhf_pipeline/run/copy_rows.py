@@ -62,7 +62,7 @@ SOURCE_ROW: Final = Column("source_row", "int64", fill=-1)
 """The id of its row in that store."""
 
 COMPUTED: Final = Column("computed", "int8", fill=0)
-"""The values that gathering computed for a row, as a sum: 1 behaviour, 2 reference log-probs, 4 the advantage."""
+"""The values that gathering computed, as a sum: 1 behaviour log-probs, 2 reference log-probs, 4 the advantage."""
 _ADVANTAGE: Final = 4
 
 _SOURCE_COLUMNS: Final = (SOURCE, SOURCE_ROW, COMPUTED)

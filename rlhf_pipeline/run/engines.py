@@ -15,7 +15,7 @@ from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.processes.weights import version_folder
 
 HandOver = Callable[[int], Weights]
-"""Returns the policy's weights, of the given version, in the form that an engine takes."""
+"""Returns the policy's weights, of the given version, in the form that an engine accepts."""
 
 _KEEP = 2
 

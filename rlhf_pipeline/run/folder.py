@@ -76,7 +76,7 @@ class RunFolder:
         self.choice_file = self.path / filenames.CHOICE
         self.choice_table = self.path / filenames.CHOICE_TABLE
         self.recorded_ledger = self.path / filenames.RECORDED_LEDGER
-        """A copy of the replayed run's ledger, if its store alone does not give the order."""
+        """A copy of the replayed run's ledger, if its store alone does not determine the order."""
         self.rollouts = self.path / filenames.ROLLOUTS
         self.weights = self.path / filenames.WEIGHTS
         self.claims = self.path / filenames.CLAIMS

@@ -65,14 +65,14 @@ class StepBatch:
     """The trajectories of one step, and further fields of its metrics line."""
 
     task_reward: float | None
-    """Mean reward of the rollout that the step begins; None if it begins none, or the reward is not known."""
+    """Mean reward of the rollout that the step begins; None if it begins none or the reward is unknown."""
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
     row_ids: np.ndarray | None = None
     """int64 [n]; None leaves the choice to the learner."""
     ages: np.ndarray | None = None
-    """int64 [n], the ages of these rows, if the stored policy version does not give them."""
+    """int64 [n], the ages of these rows, if the stored policy version does not determine them."""
     admitted: np.ndarray | None = None
-    """int64 [n], what this step and later ones may use, if that is more than `row_ids`; see `Learner.step`."""
+    """int64 [n], the rows that this step and later steps may use, if more than `row_ids`; see `Learner.step`."""
     ledger_fields: Mapping[str, object] | None = None
 
 
@@ -83,7 +83,7 @@ class Source(ABC):
     """
 
     last: int | None = None
-    """The step after which there is nothing to learn from, or None if that is not known."""
+    """The step after which there is nothing to learn from, or None if unknown."""
     samples_again: bool = False
     """Whether a resumed run samples again the rollouts since its checkpoint that a ring has evicted."""
 

@@ -42,7 +42,7 @@ _CHARACTERS_A_TOKEN: Final = 16
 _TEMPLATE_BYTES: Final = 256
 """Bytes per message reserved for a chat template. A prompt below the limit by more than this is not encoded."""
 _WORTH_REMEMBERING: Final = 1000
-"""Fewer encoded prompts take less than a second."""
+"""Encoding fewer prompts takes less than a second."""
 _SECONDS_A_NOTICE: Final = 5.0
 
 TooLong = dict[int, int]

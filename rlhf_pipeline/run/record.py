@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 """The format of `config.json` that this version reads and writes."""
 _IDENTITY: Final = "identity"
-"""The form in which a run records code: 2, the identities of `user_code.identity`; without it, the hash of its text."""
+"""The form in which a run records code: 2 for the identities of `user_code.identity`; if absent, a hash of the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class RunConfig:
     place: Mapping[str, str]
     """Machine, user and path where it was last started; see `run.inputs.place`."""
     begun_from: Mapping[str, Any] | None
-    """The `run` and the `step` whose checkpoint it began with, or None."""
+    """The `run` and the `step` whose checkpoint it started from, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ class Setup:
     overrides: Sequence[tuple[str, str]] = ()
     """The `--set` pairs already applied."""
     seed: int = 0
-    """Seeds the model made from scratch, the order of the prompts and every completion or batch."""
+    """The seed of a newly created model, of the order of the prompts, and of every completion or batch."""
     device: str = "cpu"
-    """Where models live, for example `cpu` or `cuda`."""
+    """The device of models, for example `cpu` or `cuda`."""
 
 
 class RunRecord:

@@ -55,7 +55,7 @@ class StepRows(Sequence[Row]):
         self._last_line, self._size = b"", -1
         """The last line, and the bytes of the file, as of the last refresh."""
         self.is_torn = False
-        """Whether a kill cut the last line short; it is not among the rows."""
+        """Whether a kill truncated the last line, which is then not among the rows."""
         self.is_moved = False
         """Whether the last line fails its checksum or has moved: the file was edited or damaged."""
         self.refresh()

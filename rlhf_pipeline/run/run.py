@@ -48,14 +48,14 @@ class Run(Setup):
     run_dir: Address
     """The run folder."""
     resume: bool = False
-    """Continue from the newest checkpoint there. Without it the folder must be free; one that a failed start left is
-    taken over."""
+    """Continue from the newest checkpoint there. If false, the folder must not contain a run; a folder from a failed
+    start is reused."""
     joins: Literal["collect", "learn"] | None = None
     """The role of this process in a run of several processes; None if it uses the run exclusively."""
     supervised: SupervisorConfig | None = None
     """The collectors and the learner under a supervisor; None runs everything in this process."""
     progress_timeout_s: float | None = None
-    """How long this process may spend in one rollout or step before it ends itself; None sets no limit."""
+    """How long this process may spend in one rollout or step before it exits; None sets no limit."""
     command: str = ""
     """The command that starts this run, without `--resume`; empty if a program starts it."""
 

@@ -22,7 +22,7 @@ def definition_of(
     definition: str | None = None,
     *,
     trust: bool,
-    moved: str = "give its new path: --definition FILE.py[:function]",
+    moved: str = "specify its new path: --definition FILE.py[:function]",
 ) -> definitions.Definition:
     """Return the definition that is named, or else that a run was started with: its file, or the copy in its folder."""
     if definition:
@@ -48,7 +48,7 @@ def definition_of(
     if foreign:
         raise DefinitionError(
             f"{run.address} was not started here, and its definition is custom code: {typed(source_file)}. Read it, "
-            "then add --trust to execute it. Or give your own definition on the command line."
+            "then add --trust to execute it. Or specify your own definition on the command line."
         )
     return definitions.find(f"{source_file}:{function}")
 

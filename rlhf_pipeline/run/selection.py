@@ -128,13 +128,15 @@ def stores_of(replay: Replay) -> list[Address]:
         )
     if replay.weights and len(replay.weights) != len(replay.stores):
         raise DefinitionError(
-            f"{len(replay.weights)} weights for {len(replay.stores)} stores. Give one weight per store."
+            f"{len(replay.weights)} weights for {len(replay.stores)} stores. Specify one weight per store."
         )
     stores = [open_run_or_store(path)[1] for path in replay.stores]
     stores = [store.resolve() if isinstance(store, Path) else store for store in stores]
     for at, store in enumerate(stores):
         if store in stores[:at]:
-            raise DefinitionError(f"the store {store} is given twice. To draw more trajectories from it, use a weight.")
+            raise DefinitionError(
+                f"the store {store} is listed twice. To draw more trajectories from it, use a weight."
+            )
     return stores
 
 

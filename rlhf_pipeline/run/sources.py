@@ -63,8 +63,8 @@ class LocalRollouts(_Collected):
         self._num_stored = parts.collector.stored.largest() // pipeline.collect.prompts_per_rollout + 1
         """Rollouts that an earlier process may have stored, if only in part; the store is not searched for later ones.
 
-        By the largest group and not by the newest rows: a ring loses rollouts that a resume then stores again, after
-        later ones.
+        Computed from the largest group and not from the newest rows, because a ring loses rollouts that a resume then
+        stores again, after later ones.
         """
 
     def next(self, step: int, stop: StopRequest) -> StepBatch | None:

@@ -229,7 +229,7 @@ def _values_of(column: Column, array: Any) -> Any:
     if flat.null_count:
         fill = column.fill_value if column.dtype.startswith("float") else None
         if fill is None or fill == fill:
-            raise BatchError(f"column '{column.name}' contains a null within a row. Give every element a value.")
+            raise BatchError(f"column '{column.name}' contains a null within a row. Set a value for every element.")
         flat = flat.fill_null(float("nan"))
     return RaggedArray(flat.to_numpy(zero_copy_only=False).reshape(-1, *column.shape), lengths)
 

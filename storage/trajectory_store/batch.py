@@ -348,7 +348,7 @@ def _ragged(column: Column, column_rows: Any) -> tuple[npt.NDArray[Any], Int64Ar
             )
         return cast_values(column, column_rows.values.reshape(-1)), column_rows.lengths
     if isinstance(column_rows, (str, bytes)) or not isinstance(column_rows, Iterable):
-        raise BatchError(f"column '{column.name}' is ragged: give a RaggedArray or a list of 1-D rows.")
+        raise BatchError(f"column '{column.name}' is ragged: pass a RaggedArray or a list of 1-D rows.")
     rows: list[npt.NDArray[Any]] = []
     for i, row in enumerate(cast("Iterable[Any]", column_rows)):
         try:
@@ -378,7 +378,7 @@ def _text(column: Column, texts: Any) -> tuple[npt.NDArray[Any], Int64Array]:
     """Return texts or byte strings as one flat array, and the length of each in bytes."""
     kind = str if column.dtype == "str" else bytes
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
-        raise BatchError(f"column '{column.name}' is {column.dtype}: give a list of {kind.__name__}, one per row.")
+        raise BatchError(f"column '{column.name}' is {column.dtype}: pass a list of {kind.__name__}, one per row.")
     texts = list(cast("Iterable[Any]", texts))
     if kind is str and set(map(type, texts)) == {str}:
         joined = "".join(texts)

@@ -39,7 +39,7 @@ _SHELL = (
         "`trajectory-store verify STORE` lists all of them.",
     ),
     (", or create one with TrajectoryStore.create(path, schema)", ""),
-    ("Give the folder that TrajectoryStore.create created.", "Give the folder of a store."),
+    ("Pass the folder that TrajectoryStore.create created.", "Specify the folder of a store."),
     ("Open it with TrajectoryStore.open(path, mode='a'), or choose", "Choose"),
     (": TrajectoryStore.open(path, mode='a').accept_losses()", ""),
 )

@@ -236,7 +236,7 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
         attributes = {}
     if name != FORMAT_NAME or stored_role != role:
         raise NotAStoreError(
-            f"{where} is not the metadata of a trajectory {role}. Give the folder that TrajectoryStore.create created."
+            f"{where} is not the metadata of a trajectory {role}. Pass the folder that TrajectoryStore.create created."
         )
     if version not in range(OLDEST_VERSION, FORMAT_VERSION + 1):
         way_out = (

@@ -39,7 +39,7 @@ def size_of(name: str, value: int | str | None, least: int = 1) -> int | None:
         return count_of(name, value, 1 << 62, least)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2].upper() not in _UNITS:
-        raise SchemaError(f"{name}={value!r} is not a size. Give bytes, or text such as '20GB' or '512MiB'.")
+        raise SchemaError(f"{name}={value!r} is not a size. Specify bytes, or text such as '20GB' or '512MiB'.")
     return count_of(name, int(float(match[1]) * _UNITS[match[2].upper()]), 1 << 62, least)
 
 
@@ -48,11 +48,11 @@ def count_of(name: str, value: object, most: int, least: int = 1) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise SchemaError(f"{name}={value!r} is not a whole number; give at least {least}, or None.")
+        raise SchemaError(f"{name}={value!r} is not a whole number; it must be at least {least}, or None.")
     if value < least:
-        raise SchemaError(f"{name}={value} is too small; give at least {least}, or None.")
+        raise SchemaError(f"{name}={value} is too small; it must be at least {least}, or None.")
     if value > most:
-        raise SchemaError(f"{name}={value} is too large; give at most {most}.")
+        raise SchemaError(f"{name}={value} is too large; it must be at most {most}.")
     return int(cast("int", value))
 
 

@@ -112,7 +112,7 @@ def read_root(bucket: Bucket) -> Root:
         copies = bucket.get_many(keys)  # it may have been created between the two requests
         if copies == [None, None]:
             raise NotAStoreError(
-                f"{bucket.where} is not a trajectory store: it has no zarr.json. Give the folder that "
+                f"{bucket.where} is not a trajectory store: it has no zarr.json. Pass the folder that "
                 "TrajectoryStore.create created."
             )
     if copies != [None, None]:

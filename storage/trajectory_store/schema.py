@@ -85,7 +85,7 @@ class Column:
     def _set_shape(self) -> None:
         shape = tuple(self.shape)
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in cast("tuple[Any, ...]", shape)):
-            raise SchemaError(f"column '{self.name}' has shape {self.shape!r}: give sizes of 1 or more.")
+            raise SchemaError(f"column '{self.name}' has shape {self.shape!r}: each size must be at least 1.")
         if shape and not self.ragged:
             raise SchemaError(f"column '{self.name}' has a shape per element, so it must be ragged: set ragged=True.")
         if math.prod(shape) > MAX_WIDTH:
@@ -290,7 +290,7 @@ class Schema:
         for column in added:
             if not column.optional:
                 raise SchemaError(
-                    f"column '{column.name}' is added to existing rows: give it a fill, for example "
+                    f"column '{column.name}' is added to existing rows, so it needs a fill, for example "
                     f"Column({column.name!r}, {column.dtype!r}, fill=...)."
                 )
         return Schema([*self.columns, *added])

@@ -93,7 +93,7 @@ class StoreTable(StoreReads):
             return columns_read[rows] if isinstance(rows, str) else columns_read
         if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
             raise BatchError(
-                f"store[{key!r}]: give a position, a slice, positions, a mask, or names of columns; store[10:20, "
+                f"store[{key!r}] needs a position, a slice, positions, a mask, or names of columns; store[10:20, "
                 "'column'] reads one column of some rows. read(ids) takes ids."
             )
         if hasattr(rows, "__index__") and not isinstance(rows, np.ndarray):

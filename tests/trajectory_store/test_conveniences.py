@@ -88,7 +88,7 @@ def test_a_data_loader_reads_a_store_of_several_segments(tmp_path, workers):
 @pytest.mark.parametrize("key", [None, True, (None, "text"), ("text", "reward")])
 def test_a_key_that_means_nothing_is_refused(store, key):
     """`store[None]` is not everything."""
-    with pytest.raises(BatchError, match="give a position, a slice, positions, a mask, or names of columns"):
+    with pytest.raises(BatchError, match="needs a position, a slice, positions, a mask, or names of columns"):
         store[key]
 
 
@@ -350,7 +350,7 @@ def test_as_of_is_complete(store):
         ({"max_trajectories": 2.5}, "max_trajectories=2.5 is not a whole number"),
         ({"max_trajectories": True}, "max_trajectories=True is not a whole number"),
         ({"segment_rows": 2**40}, "segment_rows=1099511627776 is too large"),
-        ({"max_bytes": "many"}, "max_bytes='many' is not a size. Give bytes, or text such as '20GB'"),
+        ({"max_bytes": "many"}, "max_bytes='many' is not a size. Specify bytes, or text such as '20GB'"),
         ({"max_bytes": 0}, "max_bytes=0 is too small"),
     ],
 )

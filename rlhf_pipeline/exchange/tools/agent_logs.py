@@ -19,7 +19,7 @@ _LIMITS = {
     "env_done": "stop",
 }
 _FAILURES = {"timeout": "timeout", "error": "tool_error"}
-"""By `termination_reason` of rLLM: why the last call ended, and the kind of failure. `unknown` means unknown."""
+"""For each `termination_reason` of rLLM, why the last call ended, and the kind of failure. `unknown` means unknown."""
 
 
 def _unit_of_episode(row: Fields) -> str:

@@ -48,7 +48,7 @@ class Tool:
 
 
 REGISTERED: list[Tool] = []
-NO_TOKENS = "token ids (the text is encoded by --tokenizer, and may have other tokens than were sampled)"
+NO_TOKENS = "token ids (the text is encoded with --tokenizer, so the tokens may differ from the sampled tokens)"
 NO_END = "the end token and the finish reason"
 NO_SCORES = "log-probs"
 

@@ -39,7 +39,7 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None) -> None:
         for name, value in (("mask", mask), ("tokens", tokens)):
             if value is not None and value.shape != log_probs.shape:
-                raise DataError(f"{name} has shape {list(value.shape)}; log_probs have {list(log_probs.shape)}.")
+                raise DataError(f"{name} has shape {list(value.shape)}; log_probs has shape {list(log_probs.shape)}.")
         super().__init__(log_probs, mask)
         self.tokens = tokens
 
@@ -53,7 +53,7 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
             DataError: the shape or the tokens differ from those of the log-probs.
         """
         if value.shape != self.log_probs.shape:
-            raise DataError(f"value has shape {list(value.shape)}; log_probs have {list(self.log_probs.shape)}.")
+            raise DataError(f"value has shape {list(value.shape)}; log_probs has shape {list(self.log_probs.shape)}.")
         if self.tokens is not None:
             wrong = self.tokens != value
             if self.mask is not None:

@@ -20,8 +20,8 @@ from rlhf_pipeline.policies.engines.slot_cache import SlotCache
 from rlhf_pipeline.policies.model_parts import ModelParts
 
 MaskForm = Literal["columns", "full", "near", "by_kind"]
-"""What a trunk takes as its mask: columns, from which it builds its masks; or ready-made masks of a step: of whole
-rows, of the sliding window, or a dict by kind of layer."""
+"""The form of the mask that a trunk accepts: columns, from which it builds its masks; or prepared masks of a step, for
+complete rows, for the sliding window, or in a dict by kind of layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

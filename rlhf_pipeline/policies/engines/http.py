@@ -282,7 +282,7 @@ class HTTPEngine:
         if number is None:
             raise EngineError(
                 f"the server at {self.name} sampled with weights labelled {label!r}, which this run did not load. "
-                "Does another run use it, or was it restarted? Give each run a separate server."
+                "Does another run use it, or was it restarted? Use a separate server for each run."
             )
         return number
 

@@ -73,7 +73,7 @@ class Request:
             return list(range(len(self.prompts)))
         if len(self.stream_ids) != len(self.prompts):
             raise DefinitionError(
-                f"{len(self.stream_ids)} stream_ids were given for {len(self.prompts)} prompts; give one per prompt."
+                f"{len(self.stream_ids)} stream_ids were given for {len(self.prompts)} prompts; pass one per prompt."
             )
         return [int(stream) for stream in self.stream_ids]
 
@@ -93,7 +93,7 @@ class Request:
             limits = requested.copy()
         else:
             raise DefinitionError(
-                f"max_new_tokens has shape {requested.shape}; give one number, one per prompt ({len(self.prompts)}) "
+                f"max_new_tokens has shape {requested.shape}; pass one number, one per prompt ({len(self.prompts)}) "
                 f"or one per completion ({self.count})."
             )
         if self.count and limits.min() < 1:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from rlhf_pipeline.policies.engines.slots import SlotEngine
 
 PREFILL_TOKENS: Final = 4096
-"""Padded tokens of one prefill pass. Prompts are prefilled this far ahead, so that slots which free up one by one do
-not cost one small forward pass each."""
+"""Padded tokens of one prefill pass. Prompts are prefilled this far ahead, so that slots that
+become free one by one do not each require a small forward pass."""
 PREFILL_NUMBERS: Final = 1 << 24
-"""Hidden numbers of one prefill pass on CUDA, where a pass of few tokens waits for the host: 4,096 tokens of a 0.5B
-model took 30 ms on an H200, of which their products need 8."""
+"""Hidden values of one prefill pass on CUDA, where a pass of few tokens waits for the host: 4,096 tokens of a 0.5B
+model took 30 ms on an H200, of which the matrix products took 8."""
 
 
 def prefill_tokens(width: int, device: torch.device) -> int:
@@ -181,7 +181,7 @@ class EngineRollout:
         """Completions that have ended since the last `report`."""
         self.stopped = np.zeros(self.count, dtype=np.bool_)
         self.unfinished: npt.NDArray[np.bool_] | None = None
-        """Which completions were cut short; None if none was."""
+        """Which completions were truncated; None if none was."""
         self._deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         self._loads, self._aborts = engine.loads, engine.aborts
         self._looked = 0

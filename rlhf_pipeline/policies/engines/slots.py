@@ -100,7 +100,7 @@ class SlotEngine:
         self.sync_every = sync_every
         self.retained = RetainedSteps()
         self._notices: dict[str, bool] = {}
-        """Each notice, and whether it was passed on."""
+        """Each notice, and whether it was reported."""
         self.loads = 0
         self.aborts = 0
 

@@ -36,8 +36,8 @@ class TurnRow:
     key: int = 0
     """Separates the random numbers of the rows of a conversation; 0 in the first row."""
     branched: tuple[int, int] = (0, 0)
-    """Of a row that continues a part of another one: the tokens and the spans of that part since its prompt. The random
-    numbers of a turn follow from its place among them, too, whichever of two continuations began first."""
+    """If the row continues a part of another row: the numbers of tokens and of spans of that part after its prompt. The
+    random numbers of a turn also depend on its position among them, so the order of two continuations has no effect."""
 
     @classmethod
     def begin(cls, prompt: Sequence[int], most: int, *, key: int = 0, has_mass: bool = False) -> TurnRow:

@@ -44,13 +44,13 @@ class StoredRollout:
     num_trajectories: int
     num_failed: int
     task_reward: float | None
-    """None if a collector was killed between storing the rows and their record, and dropped rows are not known."""
+    """None if a collector was killed between storing the rows and their record, so that dropped rows are unknown."""
     num_tokens: int
-    """0 if a collector that was killed had stored it, and another one only added its record."""
+    """0 if a killed collector stored the rollout, and another collector only added its record."""
     seconds: float
     created_at: float
     figures: Mapping[str, float | int | None] = field(default_factory=dict[str, "float | int | None"])
-    """Of `rollout_figures`; empty if part of the rollout is no longer known."""
+    """The output of `rollout_figures`; empty if part of the rollout is no longer known."""
     traffic: Mapping[str, int] | None = None
     """The collector's requests to an object store since its previous rollout; None if the run is a folder."""
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 _POINTER: Final = f"{filenames.WEIGHTS}/{filenames.NEWEST_WEIGHTS}"
 _LOGS: Final = (filenames.LEDGER, filenames.METRICS)
 _CHOSEN: Final = (filenames.CHOICE_TABLE, filenames.RECORDED_LEDGER)
-"""The files that a run over stores writes before its choice counts."""
+"""The files that a run that learns from stores writes before its selection takes effect."""
 
 
 class Mirror:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BEGUN: Final = f"{filenames.ROLLOUTS}/begun"
 _PAUSE_S: Final = 0.02
 NO_OWNER: Final = ""
-"""The owner of claims that were given back."""
+"""The owner of released claims."""
 
 
 class BucketRollouts(Rollouts):

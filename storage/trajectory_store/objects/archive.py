@@ -132,7 +132,7 @@ class Commit:
     sealed: bool = False
     synced: bool = False
     crc: Mapping[str, int | str] = field(default_factory=dict[str, "int | str"])
-    """Per array the CRC32C of each block in hexadecimal digits; a number, in older commits, is that of all values."""
+    """For each array, the CRC32C of each block in hexadecimal digits; in older commits, a number for all values."""
     before: Sequence[Sequence[int]] = ()
     version: int
 

@@ -24,10 +24,10 @@ from trajectory_store.objects.archive import Codec, zstd
 from trajectory_store.ragged import Int64Array, distinct
 
 CHUNK_BYTES, SHUFFLED_BYTES, CHUNKS = 1 << 14, 1 << 13, 1 << 10
-"""Bytes per inner chunk before compression, of other values than floats and of floats, and most inner chunks per shard.
+"""Bytes per inner chunk before compression, for non-floats and for floats, and maximum inner chunks per shard.
 
-At 900 tokens per row a batch of 64 random rows reads 2 to 3 bytes for each that it returns. Of GSM8K the chunks take
-1 % less of the disk than chunks of 32,768 elements and level 3; text in chunks of 8 KiB takes 9 % more.
+At 900 tokens per row, a batch of 64 random rows reads 2 to 3 bytes for each byte that it returns. For GSM8K, the chunks
+use 1 % less disk space than chunks of 32,768 elements and level 3; text in chunks of 8 KiB uses 9 % more.
 """
 
 PAGE = 256

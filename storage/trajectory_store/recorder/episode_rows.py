@@ -40,7 +40,7 @@ class EpisodeRows:
             reward = fields["reward"][i] if "reward" in fields else None
             if reward is not None and not math.isnan(float(reward)):
                 raise BatchError(
-                    f"row {i} has a reward, {float(reward):g}, but is not the last row of its episode. Give the "
+                    f"row {i} has a reward, {float(reward):g}, but is not the last row of its episode. Assign the "
                     "reward of an episode to its last row, and None to the other rows; turn_rewards may contain the "
                     "rewards of single turns."
                 )

@@ -134,7 +134,7 @@ def load_tokenizer(name: str) -> Any:
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near = did_you_mean(folder.name, beside) if beside else ""
         raise TokenizerNotFoundError(
-            f"there is no tokenizer folder at {folder}.{near} Give the checkpoint folder of your model."
+            f"there is no tokenizer folder at {folder}.{near} Specify the checkpoint folder of your model."
         )
     tokenizer = tokenizer_at(str(folder) if folder.exists() else name, local=folder.exists())
     if tokenizer is None:

@@ -455,7 +455,7 @@ class TrajectoryRecorder:
         if len(inner):
             at = int(inner[0])
             raise BatchError(
-                f"{keys[at]!r} is row {position[at]} of an episode of {sizes[at]} rows. Give the reward of an "
+                f"{keys[at]!r} is row {position[at]} of an episode of {sizes[at]} rows. Assign the reward of an "
                 "episode to its last row."
             )
         return sizes.astype(np.int64)

@@ -165,7 +165,7 @@ def test_a_saved_scratch_policy_keeps_its_tokenizer(tmp_path: Path) -> None:
 def test_bad_alphabets_are_refused() -> None:
     """Empty, or with a character twice."""
     for alphabet in ("", "aba"):
-        with pytest.raises(DefinitionError, match="give every character once"):
+        with pytest.raises(DefinitionError, match="list every character once"):
             scratch_policy(alphabet)
     with pytest.raises(DefinitionError, match="hidden_size is 10"):
         scratch_policy("ab", hidden_size=10, num_heads=4)

@@ -309,7 +309,7 @@ def test_a_source_that_lost_a_chosen_trajectory_is_named(tmp_path):
         ({"filters": ("reward>5", "version<3")}, DataError, r"12 stored, 0 after 'reward>5', 0 after 'version<3'"),
         ({"filters": ("num_tokens<=6", "rewrad>0")}, DefinitionError, "Did you mean 'reward'"),
         ({"stores": ()}, DefinitionError, "no store to learn from"),
-        ({"stores": ("SOURCE", "SOURCE")}, DefinitionError, "is given twice"),
+        ({"stores": ("SOURCE", "SOURCE")}, DefinitionError, "is listed twice"),
         ({"stores": ("nowhere",)}, MissingPathError, "no run or store at nowhere"),
     ],
 )

@@ -391,7 +391,7 @@ def test_the_command_learns_from_several_stores(small_run, capsys):
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["replay"], "give the stores to learn from"),
+        (["replay"], "specify the stores to learn from"),
         (["replay", "runs/smal"], "Did you mean"),
         (["replay", "runs/small", "--filter", "rewrad>1"], "Did you mean 'reward'"),
         (["replay", "runs/small", "--filter", "reward>5"], "24 stored, 0 after 'reward>5'"),

@@ -98,7 +98,7 @@ def test_weights_of_somebody_else_are_refused(fake: FakeVLLM, folders: dict[int,
     mine, other = engine_for(fake.address), engine_for(fake.address, owner="run-2")
     mine.load_weights(folders[1], 1)
     other.load_weights(folders[2], 1)
-    with pytest.raises(EngineError, match=r"labelled 'run-2:1:.*Give each run a separate server"):
+    with pytest.raises(EngineError, match=r"labelled 'run-2:1:.*Use a separate server for each run"):
         mine.generate(Request(prompts=PROMPTS, max_new_tokens=2))
 
 
