@@ -189,17 +189,17 @@ def tried(what: str, on: str) -> Generator[None]:
 
 
 def did_you_mean(name: str, valid_names: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the nearest known name, or the list of known names.
+    """Return `" Did you mean 'x'?"` for the nearest valid name, or the list of valid names.
 
     >>> did_you_mean("group_sise", ["group_size", "seed"])
     " Did you mean 'group_size'?"
     >>> did_you_mean("gsm8k", ["gsm8k-solutions", "trl"])
     " Did you mean 'gsm8k-solutions'?"
     >>> did_you_mean("zzz", ["b", "a"])
-    ' Known: a, b.'
+    ' Available: a, b.'
     """
     names = sorted(valid_names)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if not near and len(name) >= 3:
         near = [candidate for candidate in names if candidate.startswith(name)][:1]
-    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."
+    return f" Did you mean '{near[0]}'?" if near else f" Available: {', '.join(names)}."

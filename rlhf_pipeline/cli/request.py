@@ -101,7 +101,7 @@ def _wait_for_run(out: Address) -> None:
     reported = False
     while not is_run(out):
         if not is_free(RunFolder(out)):
-            raise RunExistsError(f"{out} exists and is not a run. Choose another folder: --run OTHER_FOLDER.")
+            raise RunExistsError(f"{out} exists, but is not a run. Choose another folder: --run OTHER_FOLDER.")
         if not reported:
             example = f"rlhf-pipeline collect long_running --run {typed(out)}"
             warn(f"{out} is not a run yet; waiting for a collector to create it, for example: {example}")

@@ -129,15 +129,15 @@ def is_refused(error: BaseException) -> bool:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return a sentence with the nearest known name, or with all known names.
+    """Return a sentence with the nearest valid name, or with all valid names.
 
     >>> did_you_mean("input_idz", ["input_ids", "reward"])
     " Did you mean 'input_ids'?"
     >>> did_you_mean("zzz", ["b", "a"])
-    ' Known: a, b.'
+    ' Available: a, b.'
     """
     import difflib
 
     names = sorted(candidates)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."
+    return f" Did you mean '{near[0]}'?" if near else f" Available: {', '.join(names)}."

@@ -111,7 +111,7 @@ def test_all_that_is_wrong_is_reported_at_once(cli: Cli):
     Path("mine/thesis.tex").write_text("x")
     lines = cli("run", "gsm8k", "--out", "mine", "--device", "cudda").err.splitlines()
     said = (
-        "mine exists and is not a run",
+        "mine exists, but is not a run",
         "no such device",
         "no model folder at model",
         "no prompt file at train.jsonl",

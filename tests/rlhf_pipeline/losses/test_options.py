@@ -123,7 +123,7 @@ def test_temperature_of_the_policy_is_used(tiny):
         ({"clip_epsilons": 0.2}, "Did you mean 'clip_epsilon'"),
         ({"objective": "cisp"}, "Did you mean 'cispo'"),
         ({"aggregation": "token"}, "unknown aggregation"),
-        ({"reduction": "avg"}, "reduction is 'avg'. Known: mean, none, sum"),
+        ({"reduction": "avg"}, "reduction is 'avg'. Available: mean, none, sum"),
         ({"masking_strategy": "rlhff"}, "Did you mean 'rlhf'"),
         ({"dual_clip": 1.0}, "above 1"),
         ({"delta": 1.1}, "above 1 \\+ clip_high"),
