@@ -30,10 +30,10 @@ def flip(file: Path, byte: int | None = None, bit: int = 0) -> bytes:
 def flip_value(store: Path, column: str, row: int) -> None:
     """Flip a bit of a row's value in the only segment of a store, or of its last one if it has several."""
     with TrajectoryStore.open(store) as opened:
-        known = opened.schema[column]
-        at = int(opened.lengths(column, opened.ids()[: row + 1]).sum()) - 1 if known.ragged else row
+        spec = opened.schema[column]
+        at = int(opened.lengths(column, opened.ids()[: row + 1]).sum()) - 1 if spec.ragged else row
     (file,) = store.glob(f"seg-*/{column}/c/0")
-    flip(file, at * np.dtype(known.dtype).itemsize)
+    flip(file, at * np.dtype(spec.dtype).itemsize)
 
 
 def flip_first(segment: Path, column: str, *, is_archived: bool, number: int = 0) -> tuple[Path, bytes]:

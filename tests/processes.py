@@ -187,8 +187,8 @@ class Children(AbstractContextManager["Children"]):
         def start(out: Path) -> subprocess.Popen[Any]:
             environment = os.environ | dict(env or {})
             group: dict[str, Any] = {"process_group": 0} if _is_child else {"start_new_session": True}
-            with out.open("ab") as both:
-                return subprocess.Popen(command, stdout=both, stderr=both, env=environment, **group, **options)
+            with out.open("ab") as stream:
+                return subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, **group, **options)
 
         return self._add(name or Path(command[0]).name, start)
 

@@ -34,8 +34,10 @@ def by_slime(recorder: TrajectoryRecorder) -> Take:
     """The hook for all samples."""
 
     def take(number: int, attempt: int) -> None:
-        made = [peers.SlimeSample([9, *_tokens(attempt, number, i)], 3, group_index=number, index=i) for i in range(2)]
-        slime.record(SimpleNamespace(), [made], recorder=recorder)
+        samples = [
+            peers.SlimeSample([9, *_tokens(attempt, number, i)], 3, group_index=number, index=i) for i in range(2)
+        ]
+        slime.record(SimpleNamespace(), [samples], recorder=recorder)
 
     return take
 
@@ -76,8 +78,8 @@ def by_areal(recorder: TrajectoryRecorder) -> Take:
 
     def take(number: int, attempt: int) -> None:
         rows = [[9, *_tokens(attempt, number, i)] for i in range(2)]
-        made = [peers.episode(row, [0, 1, 1, 1], [0, -1, -1, -1], [-1, 1, 1, 1], 1.0) for row in rows]
-        workflow, data = areal.RecordingWorkflow(peers.Workflow(made), recorder), {"query_id": number}
+        episodes = [peers.episode(row, [0, 1, 1, 1], [0, -1, -1, -1], [-1, 1, 1, 1], 1.0) for row in rows]
+        workflow, data = areal.RecordingWorkflow(peers.Workflow(episodes), recorder), {"query_id": number}
 
         async def grouped() -> None:
             await asyncio.gather(*[workflow.arun_episode(None, data) for _ in range(2)])

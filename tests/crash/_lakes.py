@@ -41,8 +41,8 @@ def small_lake(environment: type[FrozenLake], **changes: int) -> Pipeline:
     settings = {"buffer.max_staleness": "0", "sample.strategy": "fresh", "sample.min_ess": "none", "learn.epochs": "1"}
     settings |= {name.replace("__", "."): str(value) for name, value in changes.items()}
     settings |= {"policy.hidden_size": "16", "learn.lr_schedule": "constant"}
-    found = definitions.find("frozen_lake").pipeline([*settings.items()])
-    return dataclasses.replace(found, evaluate=None, environment=environment)
+    pipeline = definitions.find("frozen_lake").pipeline([*settings.items()])
+    return dataclasses.replace(pipeline, evaluate=None, environment=environment)
 
 
 def noted_lake() -> Pipeline:

@@ -67,7 +67,7 @@ class Witness:
     def fingerprints(self, store: TrajectoryStore, rollouts: list[int]) -> dict[int, tuple[tuple[int, ...], int]]:
         """Return the ids and the checksum of each of these rollouts."""
         ids, groups = store.ids(), store.read_scalars("group_id")
-        found = {}
+        latest = {}
         for rollout in rollouts:
             mine = ids[groups // self.size == rollout]
             crc = 0
@@ -77,8 +77,8 @@ class Witness:
                 ragged = store.read_ragged(name, mine)
                 crc = zlib.crc32(np.ascontiguousarray(ragged.values).tobytes(), crc)
                 crc = zlib.crc32(np.asarray(ragged.lengths, np.int64).tobytes(), crc)
-            found[rollout] = (tuple(mine.tolist()), crc)
-        return found
+            latest[rollout] = (tuple(mine.tolist()), crc)
+        return latest
 
 
 def check_run(run_dir: Path, pipeline: Pipeline, witness: Witness, *, goal: bool = True) -> list[Line]:
@@ -94,9 +94,9 @@ def check_run(run_dir: Path, pipeline: Pipeline, witness: Witness, *, goal: bool
         stored = rollouts.read_scalars("rollout")
         now = witness.fingerprints(store, list(witness.seen))
         prompts_wrong = _wrong_prompts(store, pipeline, json.loads((run_dir / "config.json").read_text())["seed"])
-    there, counts = np.unique(groups, return_counts=True)
-    expected = int(there[-1]) + 1 if len(there) else 0
-    lost = expected - len(there) + int((counts < members).sum())
+    group_ids, counts = np.unique(groups, return_counts=True)
+    expected = int(group_ids[-1]) + 1 if len(group_ids) else 0
+    lost = expected - len(group_ids) + int((counts < members).sum())
     repeated = int((counts > members).sum()) + len(trajectory_ids) - len(np.unique(trajectory_ids))
     learned = [row["rollout"] for row in ledger]
     begun, times = np.unique(learned, return_counts=True)

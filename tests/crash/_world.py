@@ -215,8 +215,8 @@ class Judge:
         return self._acks[bisect_left(self._acks, (moment, 0)) - 1][1] if moment > 0 else 0
 
     def _add_tried(self, name: str, view: View, commit: int, count: int) -> None:
-        known = self._rows_acknowledged(view.look) + view.own_rows
-        self.commits[commit] = Commit(name, count, known, view.look)
+        expected_rows = self._rows_acknowledged(view.look) + view.own_rows
+        self.commits[commit] = Commit(name, count, expected_rows, view.look)
         self._tried += count
 
     def _added(self, _name: str, view: View, commit: int, ids: list[int]) -> None:
@@ -274,8 +274,8 @@ class Judge:
         if self.limit is not None and len(keys) > self.limit:
             self._note("order", f"{name} shows {len(keys)} rows of at most {self.limit}")
         for number, commit in self.commits.items():
-            seen = commit.acknowledged is not None and commit.acknowledged < view.look
-            if not seen and number not in view.commits:
+            is_visible = commit.acknowledged is not None and commit.acknowledged < view.look
+            if not is_visible and number not in view.commits:
                 continue
             for place in range(commit.count):
                 newer = self._tried - commit.known - place - 1
@@ -300,9 +300,9 @@ class Judge:
 
     def _check_cells(self, name: str, view: View, ids: list[int], stamps: dict[str, list[Any]]) -> None:
         touched = [(at, row) for at, row in enumerate(ids) if row in self._cells]
-        for column, found in stamps.items():
+        for column, stamped in stamps.items():
             for at, row in enumerate(ids):
-                value = found[at]
+                value = stamped[at]
                 if not value:
                     continue
                 update = self.updates.get(value)
@@ -310,9 +310,9 @@ class Judge:
                     self._note("torn", f"{name}: row {row}, column {column} reads {value}, which nobody gave it")
                 else:
                     view.stamps.add(value)
-        for column, found in stamps.items():
+        for column, stamped in stamps.items():
             for at, row in touched:
-                value = found[at]
+                value = stamped[at]
                 if value is None:
                     continue
                 for other in self._cells[row]:

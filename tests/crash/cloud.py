@@ -226,13 +226,13 @@ def main(arguments: list[str] | None = None) -> int:
             world = World(rig.url, pipeline, folder, children)
             play(world, seed=args.seed, trouble=not args.cut, cut=(lambda: rig.cut(args.cut)) if args.cut else None)
             rig.calm()
-            found = list(problems(world, straight))
+            violations = list(problems(world, straight))
             if args.cut and world.troubles:
-                found.append("a process did not outlast the cut")
+                violations.append("a process did not outlast the cut")
         say(f"{args.steps} steps in {time.monotonic() - started:.0f} s; {dict(world.troubles)}")
-        for problem in found:
+        for problem in violations:
             say(f"WRONG: {problem}")
-    return 1 if found else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ class Live:
             ids = self.store.append({"tag": tags, "tokens": [tokens_of(tag) for tag in tags]})
             self.tags |= dict(zip(ids.tolist(), tags, strict=True))
         elif what < 0.65:
-            there = self.store.ids().tolist()
-            some = self.rng.sample(there, min(3, len(there)))
+            row_ids = self.store.ids().tolist()
+            some = self.rng.sample(row_ids, min(3, len(row_ids)))
             self.store.update(some, later=[1000 + self.tags[row] for row in some])
         elif what < 0.85:
             self.store.close()
@@ -89,7 +89,7 @@ def files_in_any_order(folder: Path, rng: random.Random) -> Iterator[Path]:
 
 def held_by(path: Path) -> set[int]:
     """Return the rows of which a copy has a commit that holds, without those that its catalog says are gone."""
-    held: set[int] = set()
+    row_ids: set[int] = set()
     with TrajectoryStore.open(path) as store:
         catalog = store._catalog
         state = catalog.journal.state
@@ -103,39 +103,39 @@ def held_by(path: Path) -> set[int]:
                     rows = segment.row_ids(0, segment.rows)
                     for gap in segment.gaps:
                         rows[gap.first : gap.end] = -1
-                    held |= set(rows[rows >= 0].tolist())
-        return {row for row in held if not state.was_removed(row >> ORDINAL_SHIFT)}
+                    row_ids |= set(rows[rows >= 0].tolist())
+        return {row for row in row_ids if not state.was_removed(row >> ORDINAL_SHIFT)}
 
 
-def wrong_in(path: Path, held: set[int], tags: dict[int, int], limit: int | None) -> list[str]:
+def wrong_in(path: Path, copied_ids: set[int], tags: dict[int, int], limit: int | None) -> list[str]:
     """Return what a copy does not serve as it was written."""
-    found: list[str] = []
+    violations: list[str] = []
     with TrajectoryStore.open(path) as store:
-        seen = store.ids().tolist()
-        hidden = held.difference(seen)
-        if hidden and (limit is None or len(seen) < limit):
-            found.append(f"{len(hidden)} rows that the copy holds are not served")
-        for row in seen:
+        read_ids = store.ids().tolist()
+        hidden = copied_ids.difference(read_ids)
+        if hidden and (limit is None or len(read_ids) < limit):
+            violations.append(f"{len(hidden)} rows that the copy holds are not served")
+        for row in read_ids:
             try:
                 got = store.read([row], ["tag", "tokens"], checked=True)
             except StoreError:
-                if row in held:
-                    found.append("a row that the copy holds cannot be read")
+                if row in copied_ids:
+                    violations.append("a row that the copy holds cannot be read")
                 continue
             try:
                 later = int(store.read([row], ["later"], checked=True)["later"][0])
             except CorruptionError:  # an update that the copy has in part may be one of this row
                 later = 0
             if (got["tag"].tolist(), got["tokens"][0].tolist()) != ([tags[row]], tokens_of(tags[row])):
-                found.append("a row is another one")
+                violations.append("a row is another one")
             if later not in (0, 1000 + tags[row]):
-                found.append("a later value is another one")
-        if len(set(seen)) < len(seen):
-            found.append("a row is served twice")
-    return found
+                violations.append("a later value is another one")
+        if len(set(read_ids)) < len(read_ids):
+            violations.append("a row is served twice")
+    return violations
 
 
-def one(work: Path, backend: str, rng: random.Random) -> list[str]:
+def judge_copy(work: Path, backend: str, rng: random.Random) -> list[str]:
     """Copy a store while it is written, and judge the copy."""
     for path in (work / "live", work / "copy"):
         shutil.rmtree(path, ignore_errors=True)
@@ -146,23 +146,23 @@ def one(work: Path, backend: str, rng: random.Random) -> list[str]:
     for path in files_in_any_order(work / "live", rng):
         while rng.random() < often:
             live.step()
-        made = work / "copy" / path.relative_to(work / "live")
-        made.parent.mkdir(parents=True, exist_ok=True)
+        copied_file = work / "copy" / path.relative_to(work / "live")
+        copied_file.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(path, made)
+            shutil.copyfile(path, copied_file)
     live.store.close()
     limit = live.store.max_trajectories
     try:
-        held = held_by(work / "copy")
-        found = [f"as copied: {words}" for words in wrong_in(work / "copy", held, live.tags, limit)]
+        copied_ids = held_by(work / "copy")
+        violations = [f"as copied: {words}" for words in wrong_in(work / "copy", copied_ids, live.tags, limit)]
         TrajectoryStore.open(work / "copy", "a").close()
-        found += [f"after a writer: {words}" for words in wrong_in(work / "copy", held, live.tags, limit)]
+        violations += [f"after a writer: {words}" for words in wrong_in(work / "copy", copied_ids, live.tags, limit)]
         with TrajectoryStore.open(work / "copy", "a") as store:
             store.compact()
-        found += [f"after a merge: {words}" for words in wrong_in(work / "copy", held, live.tags, limit)]
+        violations += [f"after a merge: {words}" for words in wrong_in(work / "copy", copied_ids, live.tags, limit)]
     except StoreError as error:
         return [f"{type(error).__name__}: {error}"]
-    return found
+    return violations
 
 
 def sweep(backend: str, count: int, seed: int) -> collections.Counter[str]:
@@ -172,8 +172,8 @@ def sweep(backend: str, count: int, seed: int) -> collections.Counter[str]:
     with tempfile.TemporaryDirectory(dir=memory) as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(count):
-            found = one(Path(place), backend, random.Random(f"{backend} {seed} {number}"))
-            wrong.update(f"{words} (copy {number})" for words in dict.fromkeys(found))
+            violations = judge_copy(Path(place), backend, random.Random(f"{backend} {seed} {number}"))
+            wrong.update(f"{words} (copy {number})" for words in dict.fromkeys(violations))
     return wrong
 
 

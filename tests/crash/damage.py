@@ -128,8 +128,8 @@ def wrong_in(rows: dict[str, Any], at: int, place: int) -> str:
     tokens, text, later = truth(place)
     expected = {"tag": place, "text": text, "tokens": tokens, "score": [0.0] * len(tokens)}
     expected["later"] = later if place // COMMIT_ROWS % 2 else 0
-    found = {name: np.asarray(values[at]).tolist() for name, values in rows.items()}
-    return "" if all(found[name] == expected[name] for name in rows) else f"row {place} reads {found}"
+    row_values = {name: np.asarray(values[at]).tolist() for name, values in rows.items()}
+    return "" if all(row_values[name] == expected[name] for name in rows) else f"row {place} reads {row_values}"
 
 
 def state_of(folder: Path) -> str:
@@ -142,45 +142,47 @@ def state_of(folder: Path) -> str:
 
 def judge(folder: Path, ids: list[int], damaged: Path, kind: str, homes: Homes) -> list[str]:
     """Return what a damaged store does that it must not do."""
-    found = list[str]()
+    violations = list[str]()
     before = state_of(folder)
     try:
         right, wrong = read_all(folder, ids)
         if wrong:
-            found += [f"checked, {words}" for words in read_all(folder, ids, checked=True)[1]]
+            violations += [f"checked, {words}" for words in read_all(folder, ids, checked=True)[1]]
         with TrajectoryStore.open(folder) as store:
             report = store.verify()
-            seen, watermark = set(store.ids().tolist()), store.watermark
+            read_ids, watermark = set(store.ids().tolist()), store.watermark
     except StoreError as error:
         return [f"the store does not open, for {damaged}: {error}"]
     finally:
         if state_of(folder) != before:
-            found.append("reading changed a file")
+            violations.append("reading changed a file")
     missing, inside = set(ids) - right, damaged.relative_to(folder).parts
     unnamed = missing - set(report.damaged_ids.tolist())
     values = kind == "flip" and "c" in inside
     # Of a damaged object, and of the record of a last commit, only its number is known, and of damaged targets of
     # updates not whose they were: the commit is named.
-    said = [line for line in report.problems if line.startswith(inside[0]) and re.search("commit|object|opened", line)]
-    is_known = values and "target" not in inside and not any("contains no known row" in line for line in said)
-    if unnamed and ("catalog" in inside or not said or is_known):
-        found.append(f"{len(unnamed)} rows are gone or wrong, verify does not name them ({report.problems})")
+    reported = [
+        line for line in report.problems if line.startswith(inside[0]) and re.search("commit|object|opened", line)
+    ]
+    is_known = values and "target" not in inside and not any("contains no known row" in line for line in reported)
+    if unnamed and ("catalog" in inside or not reported or is_known):
+        violations.append(f"{len(unnamed)} rows are gone or wrong, verify does not name them ({report.problems})")
     # Of a damaged object, and of damaged targets, it is not known whose later values they were.
     of_any = inside[0] in homes[1] and (inside[1] == "target" or damaged.suffix == ".zip")
     mine = homes[1].get(inside[0], {row for row, home in homes[0].items() if home == inside[0]})
     if not of_any and missing - mine:
-        found.append(f"{len(missing - mine)} rows that the damaged segment has nothing of are gone or wrong")
+        violations.append(f"{len(missing - mine)} rows that the damaged segment has nothing of are gone or wrong")
     if inside[0] in homes[1]:
         base = [column.name for column in COLUMNS if column.name != "later"]
         if len(read_all(folder, ids, base)[0]) < len(ids):
-            found.append("a damaged update costs columns that it does not have")
+            violations.append("a damaged update costs columns that it does not have")
     if values and len(missing) > 2 * COMMIT_ROWS and not inside[0].endswith("merged"):
-        found.append(f"a flipped bit cost {len(missing)} rows")
-    if hidden := (right & set(ids)) - seen:
-        found.append(f"{len(hidden)} rows that read right are not in ids()")
+        violations.append(f"a flipped bit cost {len(missing)} rows")
+    if hidden := (right & set(ids)) - read_ids:
+        violations.append(f"{len(hidden)} rows that read right are not in ids()")
     if watermark < len(ids) and report.ok:
-        found.append(f"the watermark is {watermark}, of {len(ids)} acknowledged, and verify names nothing")
-    return found
+        violations.append(f"the watermark is {watermark}, of {len(ids)} acknowledged, and verify names nothing")
+    return violations
 
 
 def records_of(folder: Path, rng: random.Random) -> list[Path]:
@@ -189,7 +191,7 @@ def records_of(folder: Path, rng: random.Random) -> list[Path]:
     return [path for path in every if path.stem == every[-1].stem] if rng.random() < 0.5 else every
 
 
-def one(
+def damage_once(
     base: Path,
     others: Path,
     ids: list[int],
@@ -205,13 +207,13 @@ def one(
     paths = records_of(folder, rng) if rng.random() < 0.1 else [rng.choice(files_of(folder))]
     path, kind = paths[0], rng.choice(KINDS)
     name = path.relative_to(folder)
-    kept = {one: one.read_bytes() for one in paths}
+    contents = {file: file.read_bytes() for file in paths}
     newest = max((item for item in path.parent.glob("*.zip")), default=None)
     if kind == "missing" and path == newest and writer == "killed":
         return "", []  # nothing else has seen the last object of a writer that was killed
-    if sum(damage(one, kind, rng, others / one.relative_to(folder)) for one in paths) < len(paths):
+    if sum(damage(file, kind, rng, others / file.relative_to(folder)) for file in paths) < len(paths):
         return "", []
-    found = judge(folder, ids, path, kind, homes)
+    violations = judge(folder, ids, path, kind, homes)
     with contextlib.suppress(StoreError):
         TrajectoryStore.open(folder, "a").close()
     with contextlib.suppress(StoreError), TrajectoryStore.open(folder, "a") as store:
@@ -220,18 +222,20 @@ def one(
         right = read_all(folder, ids)[0]
         with TrajectoryStore.open(folder) as store:
             if len(right) < len(ids) and store.verify().ok:
-                found.append(f"after merging, {len(ids) - len(right)} rows are gone or wrong, and verify names nothing")
-    for one, raw in kept.items():
-        if one.parent.is_dir():
-            one.write_bytes(raw)
+                violations.append(
+                    f"after merging, {len(ids) - len(right)} rows are gone or wrong, and verify names nothing"
+                )
+    for file, raw in contents.items():
+        if file.parent.is_dir():
+            file.write_bytes(raw)
     try:
         right, wrong = read_all(folder, ids)
-        found += [f"after merging and putting it back: {words}" for words in wrong]
+        violations += [f"after merging and putting it back: {words}" for words in wrong]
         if len(right) < len(ids):
-            found.append(f"after merging and putting the file back, {len(ids) - len(right)} rows do not read")
+            violations.append(f"after merging and putting the file back, {len(ids) - len(right)} rows do not read")
     except StoreError as error:
-        found.append(f"after merging and putting the file back, the store does not open: {error}")
-    return f"{kind} {name}{' and more' * (len(paths) > 1)}", found
+        violations.append(f"after merging and putting the file back, the store does not open: {error}")
+    return f"{kind} {name}{' and more' * (len(paths) > 1)}", violations
 
 
 def sweep(backend: str, writer: str, count: int, seed: int) -> collections.Counter[str]:
@@ -245,9 +249,9 @@ def sweep(backend: str, writer: str, count: int, seed: int) -> collections.Count
         write(work / "others", backend, 5000, writer)
         homes, done = homes_of(work / "base"), 0
         while done < count:
-            what, found = one(work / "base", work / "others", ids, homes, rng, work, writer)
+            what, violations = damage_once(work / "base", work / "others", ids, homes, rng, work, writer)
             done += bool(what)
-            wrong.update(f"{what}: {words}" for words in found)
+            wrong.update(f"{what}: {words}" for words in violations)
     return wrong
 
 

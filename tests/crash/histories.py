@@ -117,15 +117,15 @@ class Log:
 
     def events(self) -> int:
         """How many events there are by now."""
-        while found := os.pread(self._fd, 1 << 20, self._seen):
-            self._seen += len(found)
-            self._events += found.count(b"\n[")
+        while written := os.pread(self._fd, 1 << 20, self._seen):
+            self._seen += len(written)
+            self._events += written.count(b"\n[")
         return self._events
 
     def wait(self, more: int, seconds: float) -> None:
         """Wait for so many more events, or so long."""
-        end, wanted = time.monotonic() + seconds, self.events() + more
-        while self.events() < wanted and time.monotonic() < end:
+        end, target = time.monotonic() + seconds, self.events() + more
+        while self.events() < target and time.monotonic() < end:
             time.sleep(0.003)
 
 
@@ -229,9 +229,9 @@ class Actor:
         if ids and self.rng.random() < 0.3:
             some = self.rng.sample(ids, min(len(ids), 9))
             padded = store.read_padded(some, ["x", "key"], side=self.rng.choice(["left", "right"]))
-            wanted = [self.keys[i] for i in some]
-            if padded["key"].tolist() != wanted or padded["lengths"].tolist() != [length_of(k) for k in wanted]:
-                self.log(view, "bad", "torn", f"read_padded of {wanted}: {padded['key']}, {padded['lengths']}")
+            expected = [self.keys[i] for i in some]
+            if padded["key"].tolist() != expected or padded["lengths"].tolist() != [length_of(k) for k in expected]:
+                self.log(view, "bad", "torn", f"read_padded of {expected}: {padded['key']}, {padded['lengths']}")
 
     def append(self) -> None:
         if self.history.limit is None and len(self.keys) > self.history.most_rows:
@@ -256,14 +256,14 @@ class Actor:
             return
         self.number += 1
         stamp = self.number
-        known = list(self.keys)
+        keys_before = list(self.keys)
         ids = self.rng.sample(
-            known[-40:] if self.rng.random() < 0.5 else known, self.rng.randint(1, min(9, len(known)))
+            keys_before[-40:] if self.rng.random() < 0.5 else keys_before, self.rng.randint(1, min(9, len(keys_before)))
         )
         columns = self.rng.sample(UPDATED, self.rng.randint(1, len(UPDATED)))
         self.log(self.view, "set?", stamp, ids, columns)
-        given = np.repeat(np.array(ids, np.int64), 2)[::2] if self.rng.random() < 0.5 else ids
-        self.store.update(given, **values_of(stamp, [self.keys[i] for i in ids], columns))
+        updated_ids = np.repeat(np.array(ids, np.int64), 2)[::2] if self.rng.random() < 0.5 else ids
+        self.store.update(updated_ids, **values_of(stamp, [self.keys[i] for i in ids], columns))
         self.log(self.view, "set", stamp)
         self.read_some(ids)
 
@@ -438,7 +438,7 @@ def play(history: History, folder: Path) -> tuple[Judge, Counter[str]]:
     return judge, counts
 
 
-def sum_up(medium: str, histories: int, counts: Counter[str], found: Counter[str]) -> str:
+def sum_up(medium: str, histories: int, counts: Counter[str], problem_counts: Counter[str]) -> str:
     """One line."""
     kinds = (
         "lost",
@@ -460,7 +460,7 @@ def sum_up(medium: str, histories: int, counts: Counter[str], found: Counter[str
         f"compactions, {counts['verifies']:,} verifies, {counts['snapshots']:,} snapshots read"
         + (f"; StoreErrors: {others}" if others else "")
         + ". Found: "
-        + ", ".join(f"{found[kind]} {kind}" for kind in kinds)
+        + ", ".join(f"{problem_counts[kind]} {kind}" for kind in kinds)
     )
 
 
@@ -478,7 +478,7 @@ def main() -> int:
     missed = 0
     for medium in args.medium or ["memmap", "zarr"]:
         counts: Counter[str] = Counter()
-        found: Counter[str] = Counter()
+        problem_counts: Counter[str] = Counter()
         for number in range(args.histories):
             seed = args.seed + number
             kills = args.kills * (number + 1) // args.histories - args.kills * number // args.histories
@@ -497,7 +497,7 @@ def main() -> int:
                     history = replace(history, clocks_s=(0,))
                 judge, more = play(history, folder)
                 counts += more + judge.counts
-                found.update(kind for kind, _ in judge.problems)
+                problem_counts.update(kind for kind, _ in judge.problems)
                 shown = Counter[str]()
                 for kind, words in judge.problems:
                     shown[kind] += 1
@@ -506,8 +506,8 @@ def main() -> int:
                         print(f"{where}: {kind}: {words}", flush=True)  # noqa: T201
                 if judge.problems and args.keep is not None:
                     shutil.copytree(folder, args.keep / f"{medium}-{seed}", symlinks=True, dirs_exist_ok=True)
-        print(sum_up(medium, args.histories, counts, found))  # noqa: T201
-        missed += sum(found.values())
+        print(sum_up(medium, args.histories, counts, problem_counts))  # noqa: T201
+        missed += sum(problem_counts.values())
     return 1 if missed else 0
 
 

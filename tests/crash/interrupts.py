@@ -274,7 +274,7 @@ def lines_of(backend: str, durability: str, call: str) -> list[int]:
         if call == "close":
             world.store = world.open()
         world.close()
-    return sorted({at for both in injector.events.values() for at in both})
+    return sorted({at for numbers in injector.events.values() for at in numbers})
 
 
 def sweep(

@@ -249,15 +249,15 @@ VARIANTS: dict[str, Callable[[Path], Act]] = {
 
 def differences(killed: Path, straight: Path) -> Iterator[str]:
     """Say what a run that was killed has that the straight one has not, and the other way round."""
-    found, expected = RunFolder(killed), RunFolder(straight)
-    steps = expected.metrics.last_step
-    mine, theirs = (_saved(checkpoint_path(one.checkpoints, steps)) for one in (found, expected))
+    killed_run, straight_run = RunFolder(killed), RunFolder(straight)
+    steps = straight_run.metrics.last_step
+    mine, theirs = (_saved(checkpoint_path(run.checkpoints, steps)) for run in (killed_run, straight_run))
     for name in sorted({*mine, *theirs}):
         if mine.get(name) != theirs.get(name):
             yield f"{name} of the last checkpoint differs"
     for what, ours, others, aside in (
-        ("metrics", found.metrics, expected.metrics, TIMED | BY_PLACE),
-        ("ledger", found.ledger, expected.ledger, BY_PLACE),
+        ("metrics", killed_run.metrics, straight_run.metrics, TIMED | BY_PLACE),
+        ("ledger", killed_run.ledger, straight_run.ledger, BY_PLACE),
     ):
         if len(ours) != len(others):
             yield f"{what}: {len(ours)} rows, expected {len(others)}"
@@ -267,7 +267,7 @@ def differences(killed: Path, straight: Path) -> Iterator[str]:
                 words = [f"{name} {one.get(name)} for {other.get(name)}" for name in names]
                 yield f"{what}: step {other['step']}: {'; '.join(words)}"[:400]
                 break
-    with TrajectoryStore.open(found.store_path) as ours, TrajectoryStore.open(expected.store_path) as others:
+    with TrajectoryStore.open(killed_run.store_path) as ours, TrajectoryStore.open(straight_run.store_path) as others:
         rows = diff(others, ours, key="trajectory_id")
         rows.changed.pop("created_at", None)
         if str(rows) != "The stores contain the same rows.":
@@ -275,11 +275,11 @@ def differences(killed: Path, straight: Path) -> Iterator[str]:
         ids, numbers = set(ours.ids().tolist()), ours.read_scalars("trajectory_id").tolist()
         if len(set(numbers)) < len(numbers):
             yield "a trajectory was stored twice"
-        if found.record.exists and found.config.pipeline["buffer"]["max_trajectories"] is None:
-            lost = {row for line in found.ledger for row in line["row_ids"]} - ids
+        if killed_run.record.exists and killed_run.config.pipeline["buffer"]["max_trajectories"] is None:
+            lost = {row for line in killed_run.ledger for row in line["row_ids"]} - ids
             if lost:
                 yield f"the ledger names rows that the store has not: {sorted(lost)[:4]}"
-    if found.record.exists:
+    if killed_run.record.exists:
         yield from (finding.text for finding in check_run(RunFolder.open(killed)) if not finding.ok)
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
@@ -290,21 +290,21 @@ def differences(killed: Path, straight: Path) -> Iterator[str]:
 
 def _saved(checkpoint: Path) -> dict[str, bytes]:
     """What a checkpoint holds, by file and tensor: weights, moments, generators, counters."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
-                    found[f"{path.name}: {key}"] = file.get_tensor(key).flatten().view(torch.uint8).numpy().tobytes()
+                    contents[f"{path.name}: {key}"] = file.get_tensor(key).flatten().view(torch.uint8).numpy().tobytes()
         elif path.name == "state.json":
             state = json.loads(path.read_bytes())
             # By the segments in which they lie, and each writer has its own: a run that was killed has more.
             rows = sum(count for *_, count in state.pop("rows", {}).values())
             state.pop("lines", None)  # their checksums, which the times in them decide; both are compared below
-            found[path.name] = json.dumps(state | {"num_rows": rows}).encode()
+            contents[path.name] = json.dumps(state | {"num_rows": rows}).encode()
         elif path.is_file() and path.name != "files.json":  # the checksums of the others
-            found[path.name] = path.read_bytes()
-    return {name: content for name, content in found.items() if name.split(": ")[-1] not in BY_PLACE}
+            contents[path.name] = path.read_bytes()
+    return {name: content for name, content in contents.items() if name.split(": ")[-1] not in BY_PLACE}
 
 
 def judged(lives: Lives, killed: Path, judge: Callable[[Path], Iterator[str]]) -> None:
@@ -448,12 +448,12 @@ def collect_all(run_dir: Path) -> int:
 
 
 def _stop_at(kind: type, number: int) -> Callable[[Event], None]:
-    seen: list[Event] = []
+    events: list[Event] = []
 
     def look(event: Event) -> None:
         if isinstance(event, kind):
-            seen.append(event)
-            if len(seen) == number:
+            events.append(event)
+            if len(events) == number:
                 os.kill(os.getpid(), 15)
 
     return look
@@ -572,9 +572,9 @@ def one_of_several(run_dir: Path) -> Iterator[str]:
             yield f"step {row['step']} learned from {row['row_ids']}"
     first = min(int(path.name[5:]) for path in folder.checkpoints.iterdir() if path.name.startswith("step-"))
     if first < steps:
-        for one in rerun(SWEPT, plan_rerun(run_dir, from_step=first + 1), seed=0, device="cpu"):
-            if not (one.ok and one.same_bits):
-                yield f"step {one.step}, taken again: {one}"
+        for repeated in rerun(SWEPT, plan_rerun(run_dir, from_step=first + 1), seed=0, device="cpu"):
+            if not (repeated.ok and repeated.same_bits):
+                yield f"step {repeated.step}, taken again: {repeated}"
 
 
 SWEEPS: dict[str, Callable[[Lives, Path, int | None], str]] = {

@@ -173,10 +173,10 @@ def files_of(folder: Path) -> list[Path]:
 
 def figures(folder: Path) -> list[dict[str, object]]:
     """Return what the lines of ledger and metrics say that does not depend on the time."""
-    found = RunFolder(folder)
+    run = RunFolder(folder)
     return [
         {name: value for name, value in row.items() if name not in _TIMED and not name.endswith("_s")}
-        for rows in (found.ledger, found.metrics)
+        for rows in (run.ledger, run.metrics)
         for row in rows
     ]
 
@@ -197,11 +197,11 @@ def problems(folder: Path, whole: Path, code: int, said: str) -> Iterator[str]:
 
 def sweep(name: str, *, count: int | None, kinds: tuple[str, ...] = KINDS, seed: int = 0) -> collections.Counter[str]:
     """Damage the files of a run, each in every way, or so many of them; return the counts of outcomes and problems."""
-    rng, found = random.Random(f"{name} {seed}"), collections.Counter[str]()
+    rng, counts = random.Random(f"{name} {seed}"), collections.Counter[str]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        pipeline, base, other, whole = RUNS[name](folder), folder / "base", folder / "other", folder / "whole"
-        for run_dir, of_it in ((base, 0), (other, 5)):
+        pipeline, base, other_run, whole = RUNS[name](folder), folder / "base", folder / "other", folder / "whole"
+        for run_dir, of_it in ((base, 0), (other_run, 5)):
             assert not lived(lambda at=run_dir, seed=of_it: go(name, pipeline, at, STEPS - 2, seed), folder / "said")
         shutil.copytree(base, whole)
         assert not lived(lambda: go(name, pipeline, whole, STEPS), folder / "said"), (folder / "said").read_text()
@@ -214,15 +214,15 @@ def sweep(name: str, *, count: int | None, kinds: tuple[str, ...] = KINDS, seed:
             run_dir = folder / "run"
             shutil.rmtree(run_dir, ignore_errors=True)
             shutil.copytree(base, run_dir)
-            if not damage(run_dir / path, kind, rng, other / path, within=used(run_dir / path)):
+            if not damage(run_dir / path, kind, rng, other_run / path, within=used(run_dir / path)):
                 continue
             code = lived(functools.partial(go, name, pipeline, run_dir, STEPS), folder / "said")
             said = (folder / "said").read_text(errors="replace")
             wrong = list(problems(run_dir, whole, code, said))
-            found["refused by name" if code == 3 else "went on"] += not wrong
+            counts["refused by name" if code == 3 else "went on"] += not wrong
             for words in wrong:
-                found[f"WRONG: {path}, {kind}: {words}"] += 1
-    return found
+                counts[f"WRONG: {path}, {kind}: {words}"] += 1
+    return counts
 
 
 def main() -> int:
@@ -238,11 +238,11 @@ def main() -> int:
     bad = 0
     for name in args.names or RUNS:
         began = time.monotonic()
-        found = sweep(name, count=args.count, kinds=tuple(args.kind or KINDS), seed=args.seed)
-        wrong = {words: times for words, times in found.items() if words.startswith("WRONG")}
+        counts = sweep(name, count=args.count, kinds=tuple(args.kind or KINDS), seed=args.seed)
+        wrong = {words: times for words, times in counts.items() if words.startswith("WRONG")}
         bad += sum(wrong.values())
         sys.stdout.write(
-            f"{name}: {found['went on']} went on as they should, {found['refused by name']} were refused by name, "
+            f"{name}: {counts['went on']} went on as they should, {counts['refused by name']} were refused by name, "
             f"{sum(wrong.values())} wrong ({time.monotonic() - began:.0f} s)\n"
         )
         sys.stdout.write("".join(f"  {words}\n" for words in wrong))

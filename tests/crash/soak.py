@@ -99,12 +99,14 @@ class Memory:
 
 def is_warm(run_dir: Path, role: str, pid: int) -> bool:
     """Return True if a process has done enough work in its life for its memory to count."""
-    said = read_heartbeat(run_dir / "processes", role)
-    if said.get("pid") != pid:
+    heartbeat = read_heartbeat(run_dir / "processes", role)
+    if heartbeat.get("pid") != pid:
         return False
     if role == "supervisor":
-        return said["state"] == "running"
-    worked = said.get("step", 0) - said.get("first_step", 0) if role == "learner" else said.get("rollouts", 0)
+        return heartbeat["state"] == "running"
+    worked = (
+        heartbeat.get("step", 0) - heartbeat.get("first_step", 0) if role == "learner" else heartbeat.get("rollouts", 0)
+    )
     return worked >= WARM
 
 
@@ -120,9 +122,9 @@ def anonymous_mb(pid: int) -> float | None:
 
 def alive(run_dir: Path) -> dict[str, int]:
     """Return the process id of each process of this run that lives, by name, those that only just start included."""
-    said = read_heartbeat(run_dir / "processes", "supervisor")
-    pids = {"supervisor": said.get("pid"), **said.get("processes", {})}
-    found: dict[str, int] = {}
+    heartbeat = read_heartbeat(run_dir / "processes", "supervisor")
+    pids = {"supervisor": heartbeat.get("pid"), **heartbeat.get("processes", {})}
+    restarts: dict[str, int] = {}
     for role in ROLES:
         for pid in (pids.get(role), read_heartbeat(run_dir / "processes", role).get("pid")):
             try:
@@ -130,9 +132,9 @@ def alive(run_dir: Path) -> dict[str, int]:
             except OSError:
                 continue
             if os.fsencode(run_dir) in command:  # the number may be another process's by now
-                found[role] = int(str(pid))
+                restarts[role] = int(str(pid))
                 break
-    return found
+    return restarts
 
 
 def compact(store_path: Path) -> None:
@@ -254,16 +256,16 @@ class Soak:
 
     def make_trouble(self, what: str) -> None:
         """Do one of `TROUBLE`; the supervisor half as often as each other one, because it takes all of them with it."""
-        found = alive(self.run_dir)
-        if not found or self.supervisor is None:
+        names = alive(self.run_dir)
+        if not names or self.supervisor is None:
             return
-        weights = [1 if role == "supervisor" else 2 for role in found]
-        ((role, pid),) = self.rng.choices(list(found.items()), weights)
+        weights = [1 if role == "supervisor" else 2 for role in names]
+        ((role, pid),) = self.rng.choices(list(names.items()), weights)
         if what == "kill":
             self.send(pid, signal.SIGKILL)
             what = f"kill {role}"
         elif what == "kill all":
-            for each in found.values():
+            for each in names.values():
                 self.send(each, signal.SIGKILL)
         elif what == "kill a young one":
             self.supervisor.kill()

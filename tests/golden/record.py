@@ -31,25 +31,27 @@ def differences(before: Digest, now: Digest, *, exact: bool) -> list[str]:
         exact: compare every bit; otherwise only what another processor must repeat: counts, the trajectories of each
             step, and figures to `TOLERANCE`.
     """
-    found = []
+    differences = []
     for name, was in before.items():
         value = now.get(name)
         if name == "columns" and exact:
-            found += [f"column {column}: {_shown(was[column], value, column)}" for column in _changed(was, value)]
+            differences += [
+                f"column {column}: {_difference(was[column], value, column)}" for column in _changed(was, value)
+            ]
         elif name == "metrics":
-            found += _figures(was, value, exact=exact)
+            differences += _figures(was, value, exact=exact)
         elif name == "steps":
-            found += [f"step {i + 1} learns from other trajectories" for i in _changed_places(was, value)]
+            differences += [f"step {i + 1} learns from other trajectories" for i in _changed_places(was, value)]
         elif (exact or name not in ("columns", "weights")) and was != value:
-            found.append(f"{name}: {was} became {value}")
-    return found
+            differences.append(f"{name}: {was} became {value}")
+    return differences
 
 
 def _changed(was: dict[str, Any], value: dict[str, Any] | None) -> list[str]:
     return [name for name in was if value is None or value.get(name) != was[name]]
 
 
-def _shown(was: str, value: dict[str, Any] | None, name: str) -> str:
+def _difference(was: str, value: dict[str, Any] | None, name: str) -> str:
     return "is gone" if value is None or name not in value else f"{was} became {value[name]}"
 
 
@@ -62,14 +64,14 @@ def _figures(was: list[dict[str, str | None]], value: list[dict[str, str | None]
     value = value or []
     if len(was) != len(value):
         return [f"metrics: {len(was)} steps became {len(value)}"]
-    found = []
+    differences = []
     for step, (old, new) in enumerate(zip(was, value, strict=True), start=1):
         for name in old:
             a, b = (None if x is None else float.fromhex(x) for x in (old[name], new.get(name)))
             same = a == b if exact or a is None or b is None else _close(a, b)
             if not same:
-                found.append(f"step {step} {name}: {a!r} became {b!r}")
-    return found
+                differences.append(f"step {step} {name}: {a!r} became {b!r}")
+    return differences
 
 
 def _close(a: float, b: float) -> bool:

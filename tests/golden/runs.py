@@ -60,10 +60,10 @@ def machine() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         first = cpuinfo.read_text().split("\n\n")[0]
-        found = re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|cache size)\s*:\s*(.*)$", first, re.M)
+        facts = re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|cache size)\s*:\s*(.*)$", first, re.M)
         # A virtual machine may hide instructions of its processor.
         flags = re.findall(r"^flags\s*:\s*(.*)$", first, re.M)
-        model = " ".join([*found, *map(digest_of, flags)])
+        model = " ".join([*facts, *map(digest_of, flags)])
     return {
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -92,13 +92,13 @@ def stored_columns(store: TrajectoryStore) -> dict[str, str]:
     ids = store.ids()
     order = np.argsort(store.read_scalars("trajectory_id", ids), kind="stable")
     rows = store.read(ids[order])
-    found = {}
+    columns = {}
     for name, values in sorted(rows.items()):
         if name in LEFT_OUT:
             continue
-        kept = [_plain(value) for value in values]
-        found[name] = digest_of("\n".join(f"{v}" for v in kept).encode())
-    return found
+        plain_values = [_plain(value) for value in values]
+        columns[name] = digest_of("\n".join(f"{v}" for v in plain_values).encode())
+    return columns
 
 
 def _plain(value: Any) -> str:
@@ -265,15 +265,15 @@ def multi_turn(folder: Path) -> Digest:
 def _ragged(num: int, group_size: int, *, seed: int, failed: Sequence[int] = ()) -> list[TensorDict]:
     """Return trajectories of random lengths, one TensorDict each, with all log-probs."""
     rng = torch.Generator().manual_seed(seed)
-    made = []
+    batches = []
     for i, length in enumerate(torch.randint(4, 12, (num,), generator=rng).tolist()):
-        said = torch.arange(length) >= 2
-        scores = torch.where(said, -torch.rand(length, generator=rng), torch.nan)
+        mask = torch.arange(length) >= 2
+        scores = torch.where(mask, -torch.rand(length, generator=rng), torch.nan)
         row: dict[str, Any] = {
             "tokens": {"full": torch.randint(0, 50, (length,), generator=rng)},
-            "masks": {"all_assistant_mask": said},
+            "masks": {"all_assistant_mask": mask},
             "log_probs": {"full": scores},
-            "next": {"ref_log_probs": {"full": scores - 0.25 * said}, "done": torch.tensor(True)},
+            "next": {"ref_log_probs": {"full": scores - 0.25 * mask}, "done": torch.tensor(True)},
             "task_reward": torch.tensor(math.nan if i in failed else float(i * 7 % 5)),
             "group_id": torch.tensor(i // group_size),
             "trajectory_id": torch.tensor(i),
@@ -284,8 +284,8 @@ def _ragged(num: int, group_size: int, *, seed: int, failed: Sequence[int] = ())
             "completion": f"completion é {i}",
             "meta": "{}",
         }
-        made.append(TensorDict(row, batch_size=[]))
-    return made
+        batches.append(TensorDict(row, batch_size=[]))
+    return batches
 
 
 def waiting_groups(folder: Path) -> Digest:
@@ -293,7 +293,7 @@ def waiting_groups(folder: Path) -> Digest:
 
     The advantages are those of the whole groups, whatever arrived when.
     """
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     order = np.random.default_rng(5).permutation(48).tolist()
     for estimator in ("grpo", "rloo", "opo", "reinforce_pp"):
         rows, path = _ragged(48, 6, seed=1, failed=(3, 17, 18)), folder / estimator
@@ -304,10 +304,10 @@ def waiting_groups(folder: Path) -> Digest:
         rest = TrajectoryReplayBuffer(storage=TrajectoryStorage(path), transform=_write_path(estimator))
         for at in range(24, 48, 3):
             rest.extend(lazy_stack([rows[i] for i in order[at : at + 3]]))
-        found |= {f"{estimator}/{name}": value for name, value in stored_columns(rest.store).items()}
-        found[f"{estimator}/num_rows"] = str(len(rest.store))
+        digests |= {f"{estimator}/{name}": value for name, value in stored_columns(rest.store).items()}
+        digests[f"{estimator}/num_rows"] = str(len(rest.store))
         rest.trajectories.close()
-    return {"columns": found}
+    return {"columns": digests}
 
 
 def _write_path(estimator: str) -> Compose:
@@ -330,14 +330,14 @@ def two_collectors(folder: Path) -> Digest:
         collectors = [children.call(_collect_in_a_process, pipeline, run_dir) for _ in range(2)]
         learn(pipeline, run_dir=run_dir)
         exit_codes = [process.wait(120) for process in collectors]
-    taken = list(rerun(pipeline, plan_rerun(run_dir, from_step=1), seed=0, device="cpu"))
+    steps = list(rerun(pipeline, plan_rerun(run_dir, from_step=1), seed=0, device="cpu"))
     names = {"prompt", "group_id", "num_prompt_tokens", "trajectory_id"}
     learned = {i for row in rows_of(run_dir / "ledger.jsonl") for i in row["trajectory_ids"]}
     with TrajectoryStore.open(run_dir / "store") as store:
         first = sorted(store.read_scalars("trajectory_id").tolist())[: pipeline.collect.rollout_size * 6]
     return {
         "exit_codes": exit_codes,
-        "replayed": [one.same_bits and one.ok for one in taken],
+        "replayed": [step.same_bits and step.ok for step in steps],
         "learned_from": len(learned),
         "first_trajectories": digest_of(first),
         "prompts": digest_of(_prompts(run_dir, names, first)),
@@ -347,8 +347,8 @@ def two_collectors(folder: Path) -> Digest:
 def _prompts(run_dir: Path, names: Iterable[str], trajectories: list[int]) -> list[str]:
     with TrajectoryStore.open(run_dir / "store") as store:
         ids = store.ids()
-        own = store.read_scalars("trajectory_id", ids)
-        chosen = ids[np.isin(own, trajectories)]
+        trajectory_ids = store.read_scalars("trajectory_id", ids)
+        chosen = ids[np.isin(trajectory_ids, trajectories)]
         chosen = chosen[np.argsort(store.read_scalars("trajectory_id", chosen))]
         rows = store.read(chosen, sorted(names))
         return [f"{name} {_plain(value)}" for name, values in sorted(rows.items()) for value in values]

@@ -49,8 +49,14 @@ def needs(folder: Path, pip: list[str], peer: str, without: str) -> list[str]:
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = wheel.read(name).decode()
-    found = [line.partition(":")[2].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
-    return [one for one in found if "extra ==" not in one and re.split(r"[^\w.-]", one)[0].lower() != without]
+    requirements = [
+        line.partition(":")[2].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist:")
+    ]
+    return [
+        requirement
+        for requirement in requirements
+        if "extra ==" not in requirement and re.split(r"[^\w.-]", requirement)[0].lower() != without
+    ]
 
 
 def main() -> None:
@@ -59,27 +65,27 @@ def main() -> None:
     parser.add_argument("peer")
     parser.add_argument("--without")
     parser.add_argument("--pip", nargs=argparse.REMAINDER, default=[])
-    given = parser.parse_args()
+    options = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
         venv.create(folder / "env", with_pip=True)
         python, store = str(folder / "env" / "bin" / "python"), str(folder / "store")
         pip = [python, "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "-q", "-U", "pip"], check=True)  # an old one resolves for half an hour
-        if given.without is None:
-            subprocess.run([*pip, "install", "-q", str(STORAGE), given.peer, *given.pip], check=True)
+        if options.without is None:
+            subprocess.run([*pip, "install", "-q", str(STORAGE), options.peer, *options.pip], check=True)
         else:
-            wanted = needs(folder, pip, given.peer, given.without.lower())
-            subprocess.run([*pip, "install", "-q", str(STORAGE), *wanted, *given.pip], check=True)
+            needed = needs(folder, pip, options.peer, options.without.lower())
+            subprocess.run([*pip, "install", "-q", str(STORAGE), *needed, *options.pip], check=True)
             subprocess.run([*pip, "install", "-q", "--no-deps", str(next(folder.glob("*.whl")))], check=True)
-        work = [python, "-c", WORK, store, re.split(r"[=<>\[]", given.peer)[0], *SHOWN]
-        shown = subprocess.run(work, check=True, capture_output=True, text=True, cwd=folder).stdout.strip()
+        work = [python, "-c", WORK, store, re.split(r"[=<>\[]", options.peer)[0], *SHOWN]
+        output = subprocess.run(work, check=True, capture_output=True, text=True, cwd=folder).stdout.strip()
         verify = [str(folder / "env" / "bin" / "trajectory-store"), "verify", store]
         subprocess.run(verify, check=True, stdout=subprocess.DEVNULL)
         broken = subprocess.run([*pip, "check"], capture_output=True, text=True, check=False).stdout.strip()
     version = sys.version.split()[0]
-    sys.stdout.write(f"{given.peer} | Python {version} | {shown.splitlines()[-1]} | recorded, verified | ")
+    sys.stdout.write(f"{options.peer} | Python {version} | {output.splitlines()[-1]} | recorded, verified | ")
     sys.stdout.write(f"{time.monotonic() - began:.0f} s\n    pip check: {broken}\n")
 
 

@@ -77,11 +77,11 @@ def make_rows(rows: list[Any], prompts: list[int], **leaves: list[Any]) -> Any:
     out: list[Any] = []
     for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         ids = torch.as_tensor(row)
-        said = torch.arange(len(ids)) >= prompt
+        mask = torch.arange(len(ids)) >= prompt
         td = TensorDict(
             {
                 "tokens": Tokens(full=ids, padded=False),
-                "masks": Masks(all_attention_mask=torch.ones_like(said), all_assistant_mask=said, padded=False),
+                "masks": Masks(all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask, padded=False),
             }
         )
         for key, values in leaves.items():

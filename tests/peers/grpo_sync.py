@@ -43,7 +43,7 @@ class ShortAnswer(Transform):
 def make_env(cfg: Any) -> Any:
     """Questions, each `repeats` times, one turn long."""
     rows = [TensorDict({"query": text}) for text in QUESTIONS]
-    loader = DataLoader(rows, batch_size=1, collate_fn=lambda found: found[0].unsqueeze(0))  # pyright: ignore[reportArgumentType]
+    loader = DataLoader(rows, batch_size=1, collate_fn=lambda samples: samples[0].unsqueeze(0))  # pyright: ignore[reportArgumentType]
     env = ChatEnv.from_dataloader(loader, repeats=cfg.env.repeats, batch_size=(1,), input_mode="history")
     return env.append_transform(Compose(ShortAnswer(), StepCounter(max_steps=1)))
 

@@ -64,15 +64,19 @@ def _attended(
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, *rest: Any, **named: Any) -> Any:
-    given = dict(zip(("max_q", "max_k", "is_causal", "scale", "window_size", "enable_gqa"), rest, strict=False)) | named
-    assert (given["is_causal"], list(given["window_size"])) == (True, [-1, 0]), given
+    arguments = (
+        dict(zip(("max_q", "max_k", "is_causal", "scale", "window_size", "enable_gqa"), rest, strict=False)) | named
+    )
+    assert (arguments["is_causal"], list(arguments["window_size"])) == (True, [-1, 0]), arguments
     assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
     assert q.shape[-1] % 8 == 0, q.shape
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
     assert all(x.is_contiguous() for x in (q, k, v))
-    assert (given["max_q"], given["max_k"]) == (int(bounds_q.diff().max()), int(bounds_k.diff().max())), given
+    assert (arguments["max_q"], arguments["max_k"]) == (int(bounds_q.diff().max()), int(bounds_k.diff().max())), (
+        arguments
+    )
     assert (bounds_q[-1], bounds_k[-1]) == (len(q), len(k))
-    out = _attended(q, k, v, bounds_q, bounds_k, given["scale"])
+    out = _attended(q, k, v, bounds_q, bounds_k, arguments["scale"])
     return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -152,7 +156,7 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, real: Tensor, requires_grad: bool = False) -> OnDevice:
-        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        tensor = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             real.size(),
             strides=real.stride(),
@@ -161,10 +165,10 @@ class OnDevice(Tensor):
             device="cpu",
             requires_grad=requires_grad,
         )
-        made.held = real
-        made.stream, made.is_weight = FakeStream.current, False
-        made.written, made.read = (made.stream, made.stream.kernels), {}
-        return made
+        tensor.held = real
+        tensor.stream, tensor.is_weight = FakeStream.current, False
+        tensor.written, tensor.read = (tensor.stream, tensor.stream.kernels), {}
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: CUDA)  # type: ignore[assignment]
@@ -197,11 +201,11 @@ class OnDevice(Tensor):
         by_mask = indexed and any(isinstance(i, Tensor) and i.dtype is torch.bool for i in tree_leaves(args[1]))
         if name in _WAITS or by_mask or func is torch.ops.aten.repeat_interleave.Tensor:
             note("wait", name)
-        there = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
-        FakeStream.current.uses(name, there, [t for t in there[:1] if t is args[0] and name.endswith("_")])
+        on_device = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+        FakeStream.current.uses(name, on_device, [t for t in on_device[:1] if t is args[0] and name.endswith("_")])
         if func in _CPU_FORMS:
-            for seen in _active:
-                seen.kernels[name.rpartition("::")[2]] += 1
+            for watch in _active:
+                watch.kernels[name.rpartition("::")[2]] += 1
         out = _CPU_FORMS.get(func, func)(*_real(args), **_real(kwargs))
         if name == "copy_" and not isinstance(args[0], OnDevice):
             return args[0]
@@ -220,23 +224,23 @@ def to_device(module: nn.Module) -> nn.Module:
         for store in (part._parameters, part._buffers):
             for name, tensor in store.items():
                 if tensor is not None:
-                    made = moved.setdefault(id(tensor), OnDevice(tensor.detach().clone(), tensor.requires_grad))
-                    made._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
-                    made.is_weight = True  # type: ignore[attr-defined]
-                    store[name] = made  # type: ignore[assignment]
+                    moved_tensor = moved.setdefault(id(tensor), OnDevice(tensor.detach().clone(), tensor.requires_grad))
+                    moved_tensor._is_param = isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]
+                    moved_tensor.is_weight = True  # type: ignore[attr-defined]
+                    store[name] = moved_tensor  # type: ignore[assignment]
     return module
 
 
 def note(kind: str, what: str) -> None:
     """Write down what the device would do, with the line of the project, or of the test, that asked for it."""
-    for seen in _active:
+    for watch in _active:
         frame: Any = sys._getframe(1)
         while frame is not None and (
             "fake_device" in frame.f_code.co_filename or "rlhf_pipeline/" not in frame.f_code.co_filename
         ):
             frame = frame.f_back
         place = "?" if frame is None else f"{frame.f_code.co_filename.rpartition('rlhf_pipeline/')[2]}:{frame.f_lineno}"
-        seen.events[kind, what, place] += 1
+        watch.events[kind, what, place] += 1
 
 
 class FakeDevice(TorchFunctionMode):
@@ -255,7 +259,7 @@ class FakeDevice(TorchFunctionMode):
 
     def total(self, kind: str) -> int:
         """How many events there were of a kind."""
-        return sum(count for (found, _, _), count in self.events.items() if found == kind)
+        return sum(count for (event, _, _), count in self.events.items() if event == kind)
 
     def __enter__(self) -> FakeDevice:
         _active.append(self)
@@ -300,13 +304,13 @@ class FakeDevice(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None:
             return func(*args, **kwargs)
-        there = torch.device(device).type == "cuda"
-        if there and torch.device(device) != CUDA:
+        is_cuda = torch.device(device).type == "cuda"
+        if is_cuda and torch.device(device) != CUDA:
             note("refused", f"{name} on {device}")
-        if there and name in ("tensor", "as_tensor") and not isinstance(first, OnDevice):
+        if is_cuda and name in ("tensor", "as_tensor") and not isinstance(first, OnDevice):
             note("wait", f"torch.{name}")
         out = func(*args, **{**kwargs, "device": "cpu"})
-        return OnDevice(out) if there and not isinstance(out, OnDevice) else out
+        return OnDevice(out) if is_cuda and not isinstance(out, OnDevice) else out
 
     def _synchronized(self, device: Any = None) -> None:
         note("wait", "synchronize")
@@ -314,7 +318,7 @@ class FakeDevice(TorchFunctionMode):
             note("refused", "synchronize of another device")
         self._unread = False
         for stream in FakeStream.every:
-            stream.after = {other: other.kernels for other in FakeStream.every}
+            stream.after = {stream_before: stream_before.kernels for stream_before in FakeStream.every}
 
     def _again(self, function: Any, *args: Any) -> Any:
         super().__enter__()

@@ -100,9 +100,9 @@ def collect(pipeline: Pipeline, *, run_dir: Address, **given: Any) -> CollectorF
 
 def offline(*stores: Path, batch: int = 8, steps: int = 4, replay: dict[str, Any] | None = None, **changes: str) -> Any:
     """The same pipeline over stores."""
-    found = Replay(stores=tuple(map(str, stores)), **(replay or {}))
+    replayed = Replay(stores=tuple(map(str, stores)), **(replay or {}))
     sample = {"sample__batch_size": str(batch)} if batch else {}
-    pipeline = dataclasses.replace(tiny(), replay=found)
+    pipeline = dataclasses.replace(tiny(), replay=replayed)
     return changed(pipeline, **{"learn__steps": str(steps), **sample, **changes})
 
 

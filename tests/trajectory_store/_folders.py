@@ -69,18 +69,18 @@ def make(
 def everything(store: TrajectoryStore) -> dict[str, Any]:
     """All that a reader can ask a store, in values that compare."""
     ids = store.ids()
-    found: dict[str, Any] = {"ids": ids.tolist(), "watermark": store.watermark, "len": len(store)}
+    readings: dict[str, Any] = {"ids": ids.tolist(), "watermark": store.watermark, "len": len(store)}
     for name, values in store.read(ids).items():
-        found[name] = [np.asarray(value).tolist() for value in values]
+        readings[name] = [np.asarray(value).tolist() for value in values]
     for name, values in store.read_padded(ids).items():
-        found[f"padded {name}"] = np.asarray(values).tolist()
+        readings[f"padded {name}"] = np.asarray(values).tolist()
     for column in store.schema:
         if column.axis is None:
-            found[f"scalars {column.name}"] = store.read_scalars(column.name).tolist()
+            readings[f"scalars {column.name}"] = store.read_scalars(column.name).tolist()
         else:
-            found[f"lengths {column.name}"] = store.lengths(column.name).tolist()
-        found[f"present {column.name}"] = store.present(column.name).tolist()
-    return found
+            readings[f"lengths {column.name}"] = store.lengths(column.name).tolist()
+        readings[f"present {column.name}"] = store.present(column.name).tolist()
+    return readings
 
 
 def outcome(path: Path, wanted: dict[str, Any], what: str) -> str:
@@ -94,13 +94,13 @@ def outcome(path: Path, wanted: dict[str, Any], what: str) -> str:
             with TrajectoryStore.open(path) as store:
                 report = store.verify()
                 try:
-                    found = everything(store)
+                    readings = everything(store)
                 except StoreError as error:
-                    found = {"error": str(error)}
+                    readings = {"error": str(error)}
                 if not report.ok:
                     return "reported"
-                wrong = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
-                assert not wrong, f"{what}: verify says {report}, but {wrong[0]} is {found.get(wrong[0])}"
+                wrong = [name for name in {**wanted, **readings} if readings.get(name) != wanted.get(name)]
+                assert not wrong, f"{what}: verify says {report}, but {wrong[0]} is {readings.get(wrong[0])}"
                 return "intact"
         except StoreError:
             return "refused"

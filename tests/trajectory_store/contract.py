@@ -93,16 +93,16 @@ def check(condition: bool, what: str = "") -> None:
 def same_rows(store: TrajectoryStore, ids: Any, data: dict[str, Any]) -> None:
     """Fail unless the store returns these rows for these ids."""
     rows = store.read(ids, list(data))
-    for name, wanted in data.items():
+    for name, expected in data.items():
         column = store.schema[name]
         if column.is_text:
-            check(rows[name] == list(wanted), name)
+            check(rows[name] == list(expected), name)
         elif column.axis is not None:
-            check(len(rows[name]) == len(wanted), name)
-            for got, want in zip(rows[name], wanted, strict=True):
+            check(len(rows[name]) == len(expected), name)
+            for got, want in zip(rows[name], expected, strict=True):
                 np.testing.assert_array_equal(got, np.asarray(want, column.dtype))
         else:
-            np.testing.assert_array_equal(rows[name], np.asarray(wanted, column.dtype))
+            np.testing.assert_array_equal(rows[name], np.asarray(expected, column.dtype))
 
 
 class StoreContract:
@@ -196,8 +196,8 @@ class StoreContract:
         schema = Schema([Column("x", "int64", ragged=True)])
         with self.create(tmp_path / "s", schema) as store:
             ids = store.append({"x": [[i] * 300 for i in range(40)]})
-            held = [store.read_padded(ids[[i]], "x")["x"][0, 5:9] for i in range(40)]
-            check([part.tolist() for part in held] == [[i] * 4 for i in range(40)])
+            views = [store.read_padded(ids[[i]], "x")["x"][0, 5:9] for i in range(40)]
+            check([part.tolist() for part in views] == [[i] * 4 for i in range(40)])
 
     def test_updates_of_any_column(self, tmp_path: Path) -> None:
         """Scalars, text and ragged columns are updated: at once here, after a refresh elsewhere, and permanently."""
@@ -238,25 +238,25 @@ class StoreContract:
     def test_the_last_update_wins(self, tmp_path: Path) -> None:
         """After many interleaved updates by two writers, each value is the last one given."""
         with (
-            self.create(tmp_path / "s", example_schema()) as one,
+            self.create(tmp_path / "s", example_schema()) as first,
             self.open(tmp_path / "s", "a") as two,
         ):
-            ids = one.append(example_rows(40))
+            ids = first.append(example_rows(40))
             two.refresh()
             rng = np.random.default_rng(3)
-            wanted = np.ones(40)
+            expected = np.ones(40)
             for step in range(30):
                 rows = rng.integers(0, 40, 6)
                 values = rng.random(6).round(3)
-                (one, two)[step % 2].update(ids[rows], priority=values)
-                wanted[rows] = values  # for a repeated row, the last value counts
-            for view in (one, two):
+                (first, two)[step % 2].update(ids[rows], priority=values)
+                expected[rows] = values  # for a repeated row, the last value counts
+            for view in (first, two):
                 view.refresh()
-                np.testing.assert_allclose(view.read_scalars("priority"), wanted, rtol=1e-6)
-                np.testing.assert_allclose(view.read_scalars("priority", ids[::-1]), wanted[::-1], rtol=1e-6)
-            one.compact()
+                np.testing.assert_allclose(view.read_scalars("priority"), expected, rtol=1e-6)
+                np.testing.assert_allclose(view.read_scalars("priority", ids[::-1]), expected[::-1], rtol=1e-6)
+            first.compact()
             with self.open(tmp_path / "s") as reader:
-                np.testing.assert_allclose(reader.read_scalars("priority"), wanted, rtol=1e-6)
+                np.testing.assert_allclose(reader.read_scalars("priority"), expected, rtol=1e-6)
 
     def test_a_snapshot_keeps_rows_and_values(self, tmp_path: Path) -> None:
         """Later rows and updates are not visible in it."""
@@ -325,8 +325,8 @@ class StoreContract:
             store.update(ids[3], task_reward=50.0)
             rewards = data["task_reward"].copy()
             rewards[3] = 50.0
-            found = store.where("task_reward >= 0.5 and not group_id == 2")
-            check(found.tolist() == ids[(rewards >= 0.5) & (data["group_id"] != 2)].tolist())
+            matching_ids = store.where("task_reward >= 0.5 and not group_id == 2")
+            check(matching_ids.tolist() == ids[(rewards >= 0.5) & (data["group_id"] != 2)].tolist())
             check(
                 store.where("group_id in (0, 5) or task_reward > 49").tolist()
                 == ids[[0, 1, 2, 3, 20, 21, 22, 23]].tolist()
@@ -368,8 +368,8 @@ class StoreContract:
             parts = [example_rows(n, seed=n) for n in (5, 8)]
             for part in parts:
                 store.append(part)
-            wanted = np.concatenate([p["task_reward"] for p in parts])
-            np.testing.assert_array_equal(store.read_scalars("task_reward"), wanted)
+            expected = np.concatenate([p["task_reward"] for p in parts])
+            np.testing.assert_array_equal(store.read_scalars("task_reward"), expected)
             lengths = np.concatenate([p["input_ids"].lengths for p in parts])
             np.testing.assert_array_equal(store.lengths("input_ids"), lengths)
             check(store.read_scalars("prompt").tolist() == parts[0]["prompt"] + parts[1]["prompt"])

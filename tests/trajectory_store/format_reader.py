@@ -70,8 +70,8 @@ def read_files(folder: Path, meta: dict[str, Any], accepted: Any) -> tuple[dict[
             assert not good or stored == sums, f"checksums of blocks of record {i} of {folder}"
             times += [time if good else -1] * new
         if not good:
-            known = any(first <= rows - new and rows <= last + 1 for first, last in accepted)
-            assert known or (i >= safe and meta["durability"] != "process"), f"data of record {i} of {folder}"
+            is_accepted = any(first <= rows - new and rows <= last + 1 for first, last in accepted)
+            assert is_accepted or (i >= safe and meta["durability"] != "process"), f"data of record {i} of {folder}"
     return {name: arrays[name][: ends[axis]] for name, (_, _, axis) in kinds.items()}, times
 
 
@@ -145,7 +145,7 @@ def read_store(path: Path) -> dict[str, Any]:
     assert (root["format"], root["version"], crc(rest)) == ("ragged-trajectories", 6, root["crc"]), path
     lines = [file.read_bytes() for file in sorted((path / "catalog").glob("*.*")) if file.name != "zarr.json"]
     catalog = json.loads([line[9:-1] for line in lines if line[:9] == b"%08x " % crc(line[9:-1])][-1])
-    found, updates, newest, values, present, gone = [], [], {}, {}, {}, 0
+    rows_found, updates, newest, values, present, gone = [], [], {}, {}, {}, 0
     for ordinal, kind, salt, merged, count, _, accepted in catalog["segments"]:
         folder = path / f"seg-{ordinal:08d}{'-merged' * merged}"
         meta = json.loads((folder / "zarr.json").read_bytes())["attributes"]
@@ -157,17 +157,19 @@ def read_store(path: Path) -> dict[str, Any]:
         assert not merged or kind == "update" or ids == arrays["row_id"].tolist(), folder
         ids = arrays["row_id"].tolist() if merged else ids
         rows = [(*at, row, meta["schema"]["columns"], arrays) for row, at in enumerate(zip(times, ids, strict=True))]
-        (found if kind == "rows" else updates).extend(row for row in rows if row[0] >= 0)
+        (rows_found if kind == "rows" else updates).extend(row for row in rows if row[0] >= 0)
         gone += sum(time < 0 for time in times) * (kind == "rows")
     for _, _, row, columns, arrays in sorted(updates, key=lambda at: at[:2]):
         newest |= {(c["name"], int(arrays["target"][row])): cell(c, arrays, row) for c in columns}
-    rows = sorted(found, key=lambda at: at[:2])[-(root["max_trajectories"] or 0) :]
+    rows = sorted(rows_found, key=lambda at: at[:2])[-(root["max_trajectories"] or 0) :]
     for column in catalog["schema"]["columns"]:
         name, values[column["name"]], present[column["name"]] = column["name"], [], []
         for _, row_id, row, columns, arrays in rows:
             late, bits = (name, row_id) in newest, optional(columns)
-            given = name in arrays and (name not in bits or bool(int(arrays["present"][row]) >> bits.index(name) & 1))
+            is_present = name in arrays and (
+                name not in bits or bool(int(arrays["present"][row]) >> bits.index(name) & 1)
+            )
             values[name].append(newest[name, row_id] if late else cell(column, arrays, row))
-            present[name].append(late or given)
-    ids, total = [at[1] for at in rows], catalog["rows_gone"] + len(found) + gone
+            present[name].append(late or is_present)
+    ids, total = [at[1] for at in rows], catalog["rows_gone"] + len(rows_found) + gone
     return {"ids": ids, "watermark": total, "values": values, "present": present}

@@ -108,8 +108,8 @@ class Queue:
 
     def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
         """Return the fields that are there."""
-        there = [name for name in select_fields if all(name in self.rows[key] for key in keys)]
-        return {name: [self.rows[key][name] for key in keys] for name in there}
+        present_fields = [name for name in select_fields if all(name in self.rows[key] for key in keys)]
+        return {name: [self.rows[key][name] for key in keys] for name in present_fields}
 
     def kv_batch_put(self, *, keys: list[str], partition_id: str, fields: Any, tags: list[dict[str, Any]]) -> Meta:
         """Keep rows."""
@@ -131,8 +131,8 @@ class Buffer:
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Meta, dict[str, Any]]:
         """Return all trajectories."""
-        there = self.partitions[partition_id]
-        return Meta([*there], [*there.values()]), {}
+        partition = self.partitions[partition_id]
+        return Meta([*partition], [*partition.values()]), {}
 
     def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
         gone = [key for key in self.partitions[partition_id] if key.split("_")[0] in uids]

@@ -72,8 +72,8 @@ async def epochs(workflow: Any) -> None:
     data = [{"prompt": [1, 2], "query_id": "q0"}, {"prompt": [5], "answer": "2"}]
     for epoch in range(2):
         calls = [asyncio.create_task(run(workflow, row, 10 * epoch + i)) for i, row in enumerate(data)]
-        found = await asyncio.gather(*calls)
-        assert [trajectory["input_ids"].shape[0] for trajectory in found] == [4, 4]
+        replies = await asyncio.gather(*calls)
+        assert [trajectory["input_ids"].shape[0] for trajectory in replies] == [4, 4]
     await asyncio.create_task(run(workflow, data[0], 99, is_eval=True))
 
 

@@ -46,8 +46,8 @@ class Steps(GeneratorInterface):
                 rows["rollout_logprobs"].append([-1.0])
                 rows["trajectory_ids"].append(identity)
                 rows["is_last_step"].append(step == size - 1)
-        kept = {name: values or None for name, values in rows.items()}
-        return GeneratorOutput(**kept | {"rollout_metrics": {}})  # type: ignore[typeddict-item]
+        columns = {name: values or None for name, values in rows.items()}
+        return GeneratorOutput(**columns | {"rollout_metrics": {}})  # type: ignore[typeddict-item]
 
 
 def trainer_of(generator: Any) -> Any:
@@ -109,13 +109,13 @@ def main(folder: Path) -> None:
 
 def ranked(rows: dict[str, Any], at: Any) -> Any:
     """Return the advantage of each row from the store: outcomes of episodes less the mean of those of their group."""
-    found = []
+    outputs = []
     for row in at:
         members = [i for i in at if rows["group_id"][i] == rows["group_id"][row]]
         last = [i for i in members if rows["episode_row"][i] == rows["episode_size"][i] - 1]
         episode = row + rows["episode_size"][row] - 1 - rows["episode_row"][row]
-        found.append(rows["task_reward"][episode] - np.mean([rows["task_reward"][i] for i in last]))
-    return np.array(found)
+        outputs.append(rows["task_reward"][episode] - np.mean([rows["task_reward"][i] for i in last]))
+    return np.array(outputs)
 
 
 if __name__ == "__main__":

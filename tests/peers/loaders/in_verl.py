@@ -100,13 +100,13 @@ class AgentLoop(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # what runs
 
 def generate(uid: str, scores: list[float], step: int, outputs: int = 1) -> None:
     """Put a finished group into the queue, as verl's agent loop does."""
-    made: dict[str, Any] = {"num_turns": 4, "metrics": {}}
+    fields: dict[str, Any] = {"num_turns": 4, "metrics": {}}
     for session, score in enumerate(scores):
         steps = {"min_global_steps": step, "max_global_steps": step}
         rows = [
             AgentLoopOutput(
                 prompt_ids=[1, 2] + [7] * i, response_ids=[3 + session, 5], response_mask=[1, 1],
-                response_logprobs=[-0.5, -1.0], extra_fields=steps, **made,
+                response_logprobs=[-0.5, -1.0], extra_fields=steps, **fields,
             )
             for i in range(outputs)
         ]  # fmt: skip

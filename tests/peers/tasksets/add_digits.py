@@ -13,7 +13,7 @@ class Adder(vf.Toolset[vf.SharedToolsetConfig]):
     @vf.tool
     async def add(self, digits: str) -> str:
         """Add up the digits of a text."""
-        return str(sum(int(one) for one in digits if one.isdigit()))
+        return str(sum(int(character) for character in digits if character.isdigit()))
 
 
 class Sum(vf.Task[Data]):

@@ -19,9 +19,9 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     letters = {chr(code): code for code in range(32, 127)} | {"\n": 10, "<unk>": 0, "<eos>": 1}
-    made = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
+    backend = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +29,9 @@ def chat_tokenizer(tokenizer: Any) -> Any:
     """The same with a chat template: `U:` and the message, then `A:`."""
     from copy import deepcopy
 
-    made = deepcopy(tokenizer)
-    made.chat_template = "{% for m in messages %}U:{{ m['content'] }}{% endfor %}A:"
-    return made
+    copied = deepcopy(tokenizer)
+    copied.chat_template = "{% for m in messages %}U:{{ m['content'] }}{% endfor %}A:"
+    return copied
 
 
 @pytest.fixture

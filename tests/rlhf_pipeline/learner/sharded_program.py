@@ -37,8 +37,8 @@ def counted(reads: list[int]) -> None:
         signature = inspect.signature(read)
 
         def call(store: TrajectoryStore, *args: Any, **options: Any) -> Any:
-            given = signature.bind(store, *args, **options).arguments
-            ids, names = given.get("ids"), given.get("columns", store.schema.names)
+            arguments = signature.bind(store, *args, **options).arguments
+            ids, names = arguments.get("ids"), arguments.get("columns", store.schema.names)
             if any(store.schema[name].axis is not None for name in ([names] if isinstance(names, str) else names)):
                 reads.extend((store.ids() if ids is None else np.asarray(ids)).tolist())
             return read(store, *args, **options)
@@ -90,18 +90,18 @@ def main() -> None:
         lines.append(learner.step(step))
         read_by_step.append([*reads])
         path = save_checkpoint(Path(checkpoints), step, learner, state={"note": "kept"}, keep=2)
-    said: dict[str, Any] = {"reads": read_by_step}
+    report: dict[str, Any] = {"reads": read_by_step}
     if is_first:
-        kept = ("loss", "grad_norm", "entropy", "ess", "ess_sequence", "kl_approx", "clip_fraction", "num_tokens")
-        found = [{name: line[name] for name in kept} for line in lines]
+        names = ("loss", "grad_norm", "entropy", "ess", "ess_sequence", "kl_approx", "clip_fraction", "num_tokens")
+        steps = [{name: line[name] for name in names} for line in lines]
         whole = (path / "model.safetensors").is_file()
         weights = (
             {name: float(w.double().sum()) for name, w in load_file(path / "model.safetensors").items()}
             if whole
             else {}
         )
-        said |= {"steps": found, "path": str(path), "weights": weights}
-    sys.stdout.write(json.dumps(said) + "\n")
+        report |= {"steps": steps, "path": str(path), "weights": weights}
+    sys.stdout.write(json.dumps(report) + "\n")
     storage.close()
     if several:
         dist.destroy_process_group()

@@ -180,7 +180,7 @@ def plain_loss(
     if aggregation == "group_mean":
         means = []
         for group in set(groups):
-            members = [i for i, other in enumerate(groups) if other == group]
+            members = [i for i, group_of_member in enumerate(groups) if group_of_member == group]
             means.append(sum(per_sequence[i] for i in members) / sum(lengths[i] for i in members))
         return sum(means) / len(means)
     scale = len(lengths) * ((max_tokens or 0) if aggregation == "dr_grpo" else 1)

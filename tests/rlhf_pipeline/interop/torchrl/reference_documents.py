@@ -39,7 +39,7 @@ def classes(file: str) -> Iterator[Documented]:
     text = (FOLDER / file).read_text(encoding="utf-8")
     heads = list(re.finditer(r"class (?:torchrl\.data\.)?([A-Z]\w+)\(", text))
     heads = [head for head in heads if "module" not in text[head.start() - 6 : head.start()]]
-    for head, end in zip(heads, [*(other.start() for other in heads[1:]), len(text)], strict=True):
+    for head, end in zip(heads, [*(head_after.start() for head_after in heads[1:]), len(text)], strict=True):
         yield _documented(file, head[1], text[head.start() : end])
 
 
@@ -47,7 +47,7 @@ def _documented(file: str, name: str, text: str) -> Documented:
     body = re.sub(r'r?""".*?"""', " ", text, flags=re.DOTALL)
     # A page that kept its lines has comments to their ends; in one that did not, code follows them.
     body = re.sub(r"^([^#\n]{0,200})#[^\n]{0,300}$", r"\1", body, flags=re.MULTILINE)
-    functions = {found[1]: _arguments(body, found.end()) for found in re.finditer(r"\bdef (\w+)\s*\(", body)}
+    functions = {match[1]: _arguments(body, match.end()) for match in re.finditer(r"\bdef (\w+)\s*\(", body)}
     overloaded = re.search(r"@overload\s+def __init__\(", body)
     arguments = functions.get("__init__", {})
     if overloaded is not None:
@@ -56,7 +56,7 @@ def _documented(file: str, name: str, text: str) -> Documented:
     if page is not None:
         arguments = _arguments(text, page.end())
         functions = {
-            found[1]: _arguments(text, found.end()) for found in re.finditer(r"(\w+)\((?=[^()]*\)\[source\])", text)
+            match[1]: _arguments(text, match.end()) for match in re.finditer(r"(\w+)\((?=[^()]*\)\[source\])", text)
         }
         functions.pop(name, None)
     before = body.partition(" def ")[0].partition("\ndef ")[0]
@@ -71,8 +71,8 @@ def _documented(file: str, name: str, text: str) -> Documented:
         file=file,
         name=name,
         arguments=arguments,
-        methods={key: found for key, found in functions.items() if not key.startswith("_")},
-        attributes=frozenset(one for one in attributes if not one.startswith("_")),
+        methods={key: arguments for key, arguments in functions.items() if not key.startswith("_")},
+        attributes=frozenset(name for name in attributes if not name.startswith("_")),
         buffers=frozenset(re.findall(r'register_buffer\("(\w+)"', body)),
         keys=frozenset(keys),
     )
@@ -88,7 +88,7 @@ def _arguments(text: str, start: int) -> dict[str, object]:
             parts.append(text[last:at].strip())
             last = at + 1
         at += 1
-    found: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     keyword = ""
     for part in filter(None, parts):
         if part == "*":
@@ -96,9 +96,9 @@ def _arguments(text: str, start: int) -> dict[str, object]:
         elif part.startswith("*") or part in ("self", "cls"):
             continue
         else:
-            named, _, default = re.sub(r"\s*# type: ignore", "", part).partition("=")
-            found[keyword + named.partition(":")[0].strip()] = _value(default.strip())
-    return found
+            declared, _, default = re.sub(r"\s*# type: ignore", "", part).partition("=")
+            arguments[keyword + declared.partition(":")[0].strip()] = _value(default.strip())
+    return arguments
 
 
 def _value(text: str) -> object:

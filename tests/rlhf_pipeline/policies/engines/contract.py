@@ -192,24 +192,24 @@ class EngineContract:
     def test_log_probs_equal_teacher_forcing(self, bench: Bench, temperature: float):
         """Of every token of each member of each group, at the temperature of sampling, in the order of the request."""
         request = Request(prompts=PROMPTS, group_size=3, max_new_tokens=12, temperature=temperature, seed=4)
-        found = bench.engine.generate(request)
-        assert found.prompt_index.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        assert found.member.tolist() == [0, 1, 2] * 3
-        assert found.lengths.tolist() == [12] * 9
-        assert not found.stopped.any()
-        assert found.aborted is None
-        assert found.spans is not None
-        assert found.spans.lists() == [[(0, 1)]] * 9
-        assert bench.worst(found, PROMPTS, temperature) < CLOSE
-        members = {tuple(c.token_ids) for c in found if c.prompt_index == 0}
+        completions = bench.engine.generate(request)
+        assert completions.prompt_index.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert completions.member.tolist() == [0, 1, 2] * 3
+        assert completions.lengths.tolist() == [12] * 9
+        assert not completions.stopped.any()
+        assert completions.aborted is None
+        assert completions.spans is not None
+        assert completions.spans.lists() == [[(0, 1)]] * 9
+        assert bench.worst(completions, PROMPTS, temperature) < CLOSE
+        members = {tuple(c.token_ids) for c in completions if c.prompt_index == 0}
         assert len(members) == 3
 
     def test_greedy_has_log_probs_at_temperature_one(self, bench: Bench):
         """Temperature 0 takes the most probable token, for all members alike."""
-        found = bench.engine.generate(Request(prompts=PROMPTS, group_size=2, max_new_tokens=5, temperature=0.0))
-        tokens = [c.token_ids for c in found]
+        completions = bench.engine.generate(Request(prompts=PROMPTS, group_size=2, max_new_tokens=5, temperature=0.0))
+        tokens = [c.token_ids for c in completions]
         assert tokens[::2] == tokens[1::2]
-        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        assert bench.worst(completions, PROMPTS, 1.0) < CLOSE
         with torch.no_grad():
             first = bench.models[1](torch.tensor([PROMPTS[0]])).logits[0, -1].argmax()
         assert tokens[0][0] == int(first)
@@ -217,17 +217,17 @@ class EngineContract:
     def test_limits_end_tokens_and_finish_reasons(self, bench: Bench):
         """Each completion has its own limit; an end token ends it, belongs to it, and is a stop even at the limit."""
         limits = [1, 2, 2, 7, 1, 3]
-        found = bench.engine.generate(Request(prompts=PROMPTS[:2], group_size=3, max_new_tokens=limits, seed=1))
-        assert found.lengths.tolist() == limits
-        assert {c.finish_reason for c in found} == {"length"}
+        completions = bench.engine.generate(Request(prompts=PROMPTS[:2], group_size=3, max_new_tokens=limits, seed=1))
+        assert completions.lengths.tolist() == limits
+        assert {c.finish_reason for c in completions} == {"length"}
         ends = set(range(0, VOCAB, 3))
         request = Request(prompts=PROMPTS, group_size=8, max_new_tokens=6, end_token_ids=sorted(ends), seed=1)
-        found = bench.engine.generate(request)
-        assert {c.finish_reason for c in found} == {"stop", "length"}
-        for c in found:
+        completions = bench.engine.generate(request)
+        assert {c.finish_reason for c in completions} == {"stop", "length"}
+        for c in completions:
             assert not ends & set(c.token_ids[:-1])
             assert (c.token_ids[-1] in ends) == (c.finish_reason == "stop")
-        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        assert bench.worst(completions, PROMPTS, 1.0) < CLOSE
         every = Request(prompts=[[5]], max_new_tokens=1, end_token_ids=range(VOCAB))
         assert [c.finish_reason for c in bench.engine.generate(every)] == ["stop"]
 
@@ -235,8 +235,8 @@ class EngineContract:
         """The same request gives the same tokens; another seed or stream gives others, whatever the prompt's place."""
 
         def tokens(prompts: list[list[int]], **changes: object) -> list[list[int]]:
-            asked = {"group_size": 2, "max_new_tokens": 8, "seed": 3, **changes}
-            return [c.token_ids for c in bench.engine.generate(Request(prompts=prompts, **asked))]  # type: ignore[arg-type]
+            settings = {"group_size": 2, "max_new_tokens": 8, "seed": 3, **changes}
+            return [c.token_ids for c in bench.engine.generate(Request(prompts=prompts, **settings))]  # type: ignore[arg-type]
 
         straight = tokens(PROMPTS)
         assert tokens(PROMPTS) == straight
@@ -268,12 +268,12 @@ class EngineContract:
 
         tokens = self.in_flight_tokens
         request = Request(prompts=PROMPTS, group_size=2, max_new_tokens=tokens, temperature=0.7, seed=5)
-        found = bench.engine.generate(request, WeightRefresh(load, every=9, version=1))
-        assert found.spans is not None
-        spans = found.spans.lists()
+        completions = bench.engine.generate(request, WeightRefresh(load, every=9, version=1))
+        assert completions.spans is not None
+        spans = completions.spans.lists()
         assert {tuple(version for _, version in part) for part in spans} <= {(1,), (1, 2), (2,)}
         assert any(len(part) == 2 for part in spans), spans
-        assert bench.worst(found, request.prompts, 0.7) < CLOSE
+        assert bench.worst(completions, request.prompts, 0.7) < CLOSE
 
     def test_pause_keeps_what_is_in_progress(self, bench: Bench):
         """Nothing is sampled while it is paused, and then it goes on where it was."""
@@ -289,9 +289,9 @@ class EngineContract:
         going_on = going.thread.is_alive()
         bench.engine.resume()
         assert going_on
-        found = going.result()
-        assert found.lengths.tolist() == limits
-        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        completions = going.result()
+        assert completions.lengths.tolist() == limits
+        assert bench.worst(completions, PROMPTS, 1.0) < CLOSE
 
     def test_abort_returns_what_was_sampled(self, bench: Bench):
         """The tokens so far with their log-probs and spans, marked as aborted; and the engine goes on sampling."""
@@ -299,21 +299,21 @@ class EngineContract:
         going = InThread(bench.engine, Request(prompts=PROMPTS, group_size=2, max_new_tokens=limits, seed=6))
         going.wait_for_the_first_to_end()
         bench.engine.abort()
-        found = going.result()
-        assert found.aborted is not None
-        assert found.aborted[2:].all()
-        assert (found.lengths[2:] < self.in_flight_tokens).all()
-        assert {c.finish_reason for c in found} == {"length", "abort"}
-        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        completions = going.result()
+        assert completions.aborted is not None
+        assert completions.aborted[2:].all()
+        assert (completions.lengths[2:] < self.in_flight_tokens).all()
+        assert {c.finish_reason for c in completions} == {"length", "abort"}
+        assert bench.worst(completions, PROMPTS, 1.0) < CLOSE
         assert bench.engine.generate(Request(prompts=[[5]], max_new_tokens=2)).lengths.tolist() == [2]
 
     def test_a_deadline_aborts(self, bench: Bench):
         """What is done by then is whole; the rest is marked as aborted."""
         limits = [1, self.in_flight_tokens, self.in_flight_tokens]
-        found = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, deadline_s=self.start_s))
-        assert found.aborted is not None
-        assert found.aborted.tolist() == [False, True, True]
-        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        completions = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, deadline_s=self.start_s))
+        assert completions.aborted is not None
+        assert completions.aborted.tolist() == [False, True, True]
+        assert bench.worst(completions, PROMPTS, 1.0) < CLOSE
 
     def test_each_completion_is_passed_on_when_it_ends(self, bench: Bench):
         """Once, in the thread that asked, with the tokens that are returned in the end, also across new weights."""
@@ -332,9 +332,9 @@ class EngineContract:
 
         limits = [1, 2, 40, self.in_flight_tokens, 7, self.in_flight_tokens, 3, 3, 90]
         request = Request(prompts=PROMPTS, group_size=3, max_new_tokens=limits, end_token_ids=[7], seed=1)
-        found = bench.engine.generate(request, WeightRefresh(load, every=9, version=1), ended)
-        assert {c.finish_reason for c in found} <= {"stop", "length"}
-        assert sorted(seen) == [(i, c.token_ids) for i, c in enumerate(found)]
+        completions = bench.engine.generate(request, WeightRefresh(load, every=9, version=1), ended)
+        assert {c.finish_reason for c in completions} <= {"stop", "length"}
+        assert sorted(seen) == [(i, c.token_ids) for i, c in enumerate(completions)]
         assert threads == {threading.get_ident()}
         seen.clear()
         bench.engine.generate(Request(prompts=[]), None, ended)
@@ -349,9 +349,9 @@ class EngineContract:
             bench.engine.abort()
 
         limits = [self.in_flight_tokens, 1, self.in_flight_tokens]
-        found = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, seed=1), None, ended)
-        assert found.aborted is not None
-        assert found.aborted.tolist() == [True, False, True]
+        completions = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, seed=1), None, ended)
+        assert completions.aborted is not None
+        assert completions.aborted.tolist() == [True, False, True]
         assert seen == [1]
 
     def test_what_fails_when_a_completion_ends_ends_the_call(self, bench: Bench):
@@ -363,10 +363,10 @@ class EngineContract:
         limits = [self.in_flight_tokens, 1, self.in_flight_tokens]
         with pytest.raises(DataError, match=r"^no room for it$"):
             bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=limits, seed=1), None, ended)
-        found = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=8, seed=2))
-        assert found.lengths.tolist() == [8] * 3
-        assert found.aborted is None
-        assert bench.worst(found, PROMPTS, 1.0) < CLOSE
+        completions = bench.engine.generate(Request(prompts=PROMPTS, max_new_tokens=8, seed=2))
+        assert completions.lengths.tolist() == [8] * 3
+        assert completions.aborted is None
+        assert bench.worst(completions, PROMPTS, 1.0) < CLOSE
 
     def test_bad_requests_are_refused(self, bench: Bench):
         """With what is wrong; and the engine goes on."""
@@ -384,9 +384,9 @@ class EngineContract:
             with pytest.raises(kind, match=message):
                 bench.engine.generate(Request(**fields))  # type: ignore[arg-type]
         assert len(bench.engine.generate(Request(prompts=[]))) == 0
-        found = bench.engine.generate(Request(prompts=[[5] * (POSITIONS - 2)], max_new_tokens=9))
-        assert found.lengths.tolist() == [2]
-        assert np.isfinite(found.log_probs).all()
+        completions = bench.engine.generate(Request(prompts=[[5] * (POSITIONS - 2)], max_new_tokens=9))
+        assert completions.lengths.tolist() == [2]
+        assert np.isfinite(completions.log_probs).all()
 
     def rows(self, bench: Bench, replier: Replier, prompts: Sequence[Sequence[int]] = PROMPTS, **asked: Any) -> Any:
         """Conversations on the engine."""

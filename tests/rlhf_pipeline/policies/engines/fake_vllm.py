@@ -102,8 +102,8 @@ class FakeVLLM:
 
     def sample(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to one request for completions."""
-        name, asked = PREFIX + body["request_id"], body["sampling_params"]
-        engine = SlotEngine(self.policy._parts, num_slots=asked["n"], model=self.policy.model)
+        name, sampling = PREFIX + body["request_id"], body["sampling_params"]
+        engine = SlotEngine(self.policy._parts, num_slots=sampling["n"], model=self.policy.model)
         with self.lock:
             engine.version = len(self.labels) - 1
             self.engines[name] = engine
@@ -115,20 +115,20 @@ class FakeVLLM:
             return engine.version or 0
 
         request = Request(
-            prompts=[body["token_ids"]] * asked["n"],
-            max_new_tokens=asked["max_tokens"],
-            temperature=asked["temperature"],
-            end_token_ids=asked["stop_token_ids"],
-            stream_ids=[asked["seed"] + i for i in range(asked["n"])],
+            prompts=[body["token_ids"]] * sampling["n"],
+            max_new_tokens=sampling["max_tokens"],
+            temperature=sampling["temperature"],
+            end_token_ids=sampling["stop_token_ids"],
+            stream_ids=[sampling["seed"] + i for i in range(sampling["n"])],
         )
         try:
-            found = engine.generate(request, WeightRefresh(wait, 1, engine.version) if self.delay_s else None)
+            completions = engine.generate(request, WeightRefresh(wait, 1, engine.version) if self.delay_s else None)
         finally:
             with self.lock:
                 del self.engines[name]
-        assert found.spans is not None
+        assert completions.spans is not None
         choices = []
-        for i, (completion, spans) in enumerate(zip(found, found.spans.lists(), strict=True)):
+        for i, (completion, spans) in enumerate(zip(completions, completions.spans.lists(), strict=True)):
             ends = [start for start, _ in [*spans, (len(completion.token_ids), 0)][1:]]
             content = []
             for t, value in zip(completion.token_ids, completion.log_probs.tolist(), strict=True):
@@ -202,8 +202,8 @@ class FakeVLLM:
                 return 200, {"success": True, "new_version": body["new_version"]}
             case "POST", "/abort_requests":
                 with self.lock:
-                    known = [self.engines[name] for name in body["request_ids"] if name in self.engines]
-                for engine in known:
+                    engines = [self.engines[name] for name in body["request_ids"] if name in self.engines]
+                for engine in engines:
                     engine.abort()
                 return 200, {"status": "aborted", "aborted": len(body["request_ids"])}
         return 404, {"detail": "Not Found"}
@@ -235,11 +235,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "refuse":
             self.close_connection = True
             return
-        asked, most = body["sampling_params"], self.fake.max_num_seqs
-        if wrong := {name: asked.get(name) for name, value in ASKED.items() if asked.get(name) != value}:
+        sampling, most = body["sampling_params"], self.fake.max_num_seqs
+        if wrong := {name: sampling.get(name) for name, value in ASKED.items() if sampling.get(name) != value}:
             self._send(400, _error(f"{wrong}: vLLM would sample from another distribution", "BadRequestError", 400))
             return
-        if asked["n"] > most or (asked["n"] > 1 and asked["temperature"] == 0):
+        if sampling["n"] > most or (sampling["n"] > 1 and sampling["temperature"] == 0):
             self._send(400, _error(f"n must be at most {most}, and 1 when greedy", "BadRequestError", 400))
             return
         try:

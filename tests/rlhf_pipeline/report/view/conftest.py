@@ -37,9 +37,9 @@ def browser() -> Iterator[Any]:
         pytest.skip("there is no Chromium here: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
 
 
 @contextmanager
@@ -68,9 +68,9 @@ def served(*paths: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
         try:
-            found = re.search(r"http://\S+", server.stdout.readline())
-            assert found
-            yield found[0], server
+            match = re.search(r"http://\S+", server.stdout.readline())
+            assert match
+            yield match[0], server
         finally:
             server.terminate()
 
@@ -114,7 +114,7 @@ def wide_run(folder: Path) -> Path:
     run = write_run(folder, num_rollouts=1)
     for part in ("store", "ledger.jsonl", "metrics.jsonl"):
         shutil.move(run / part, folder.parent / f"old-{part}")
-    named = [Column(f"reward_{name}", "float32", fill=math.nan) for name in ("format", "answer")]
+    reward_columns = [Column(f"reward_{name}", "float32", fill=math.nan) for name in ("format", "answer")]
     more = [Column("return", "float64"), Column("degenerate", "bool", fill=False), Column("kl_coef", "float32")]
     more += [Column("failure_reason", "str", fill=""), Column("created_at", "float64", fill=math.nan)]
     rng, num = np.random.default_rng(0), GROUPS * SIZE
@@ -137,7 +137,7 @@ def wide_run(folder: Path) -> Path:
     ]
     texts = [r"**So** \(\frac{1}{2}\), done" + f" {at}" for at in range(num)]
     columns = [column for column in COLUMNS if column.name != "trajectory_id"]
-    with TrajectoryStore.create(run / "store", Schema([*columns, *named, *more])) as store:
+    with TrajectoryStore.create(run / "store", Schema([*columns, *reward_columns, *more])) as store:
         ids = store.append(
             {
                 "input_ids": RaggedArray(np.tile(np.arange(6, dtype=np.int32), num), np.full(num, 6)),
@@ -154,20 +154,25 @@ def wide_run(folder: Path) -> Path:
                 "policy_version": np.zeros(num, np.int64),
                 "num_prompt_tokens": np.full(num, 2),
                 "finish_reason": [
-                    "failed" if one else "stop, early" if at % 3 else "length" for at, one in enumerate(failed)
+                    "failed" if has_failed else "stop, early" if at % 3 else "length"
+                    for at, has_failed in enumerate(failed)
                 ],
-                "failure_reason": ["grader_error" if one else "" for one in failed],
+                "failure_reason": ["grader_error" if has_failed else "" for has_failed in failed],
                 "prompt": [f"prompt {at}" for at in group // 2],
                 "completion": texts,
-                "meta": [json.dumps(one) for one in meta],
+                "meta": [json.dumps(entry) for entry in meta],
                 "priority": np.ones(num, np.float32),
             }
         )
     metrics, ledger = StepRows(run / "metrics.jsonl"), StepRows(run / "ledger.jsonl")
-    for step, taken in enumerate((~failed, rewards == 0, rewards == 1), start=1):
-        learned, idle = np.asarray(ids)[taken], np.asarray(ids)[taken & (advantage == 0)]
-        figures = {"num_groups": len(np.unique(group[taken])), "num_taught": len(learned) - len(idle), "loss": 1 / step}
-        metrics.append({"step": step, "time": float(step), "task_reward": float(rewards[taken].mean()), **figures})
+    for step, chosen in enumerate((~failed, rewards == 0, rewards == 1), start=1):
+        learned, idle = np.asarray(ids)[chosen], np.asarray(ids)[chosen & (advantage == 0)]
+        figures = {
+            "num_groups": len(np.unique(group[chosen])),
+            "num_taught": len(learned) - len(idle),
+            "loss": 1 / step,
+        }
+        metrics.append({"step": step, "time": float(step), "task_reward": float(rewards[chosen].mean()), **figures})
         row = {"step": step, "row_ids": learned.tolist(), "ages": [step - 1] * len(learned), "watermark": num}
         left_out = {"failed": int(failed.sum())} if step == 1 else {}
         ledger.append(row | {"no_gradient": idle.tolist(), "left_out": left_out})
