@@ -31,20 +31,20 @@ def differences(before: Digest, now: Digest, *, exact: bool) -> list[str]:
         exact: compare every bit; otherwise only what another processor must repeat: counts, the trajectories of each
             step, and figures to `TOLERANCE`.
     """
-    differences = []
+    changes = []
     for name, was in before.items():
         value = now.get(name)
         if name == "columns" and exact:
-            differences += [
+            changes += [
                 f"column {column}: {_difference(was[column], value, column)}" for column in _changed(was, value)
             ]
         elif name == "metrics":
-            differences += _figures(was, value, exact=exact)
+            changes += _figures(was, value, exact=exact)
         elif name == "steps":
-            differences += [f"step {i + 1} learns from other trajectories" for i in _changed_places(was, value)]
+            changes += [f"step {i + 1} learns from other trajectories" for i in _changed_places(was, value)]
         elif (exact or name not in ("columns", "weights")) and was != value:
-            differences.append(f"{name}: {was} became {value}")
-    return differences
+            changes.append(f"{name}: {was} became {value}")
+    return changes
 
 
 def _changed(was: dict[str, Any], value: dict[str, Any] | None) -> list[str]:
@@ -64,14 +64,14 @@ def _figures(was: list[dict[str, str | None]], value: list[dict[str, str | None]
     value = value or []
     if len(was) != len(value):
         return [f"metrics: {len(was)} steps became {len(value)}"]
-    differences = []
+    changes = []
     for step, (old, new) in enumerate(zip(was, value, strict=True), start=1):
         for name in old:
             a, b = (None if x is None else float.fromhex(x) for x in (old[name], new.get(name)))
             same = a == b if exact or a is None or b is None else _close(a, b)
             if not same:
-                differences.append(f"step {step} {name}: {a!r} became {b!r}")
-    return differences
+                changes.append(f"step {step} {name}: {a!r} became {b!r}")
+    return changes
 
 
 def _close(a: float, b: float) -> bool:
