@@ -51,7 +51,7 @@ def gsm8k_smollm2() -> Pipeline:
     assert isinstance(model, PretrainedPolicy)
     return Pipeline(
         name="gsm8k_smollm2",
-        description="SmolLM2-135M on grade-school maths: is the final number right, and the form as asked",
+        description="SmolLM2-135M on grade-school maths: correct final numbers and the requested format",
         policy=model,
         prompts=Prompts(path="train.jsonl", system=ASKED),
         reward=(
@@ -115,7 +115,7 @@ def found_by(run: Path) -> dict[str, Any]:
 
 def markdown(found: dict[str, Any]) -> list[str]:
     """Return the table that benchmarks/README.md prints: what is right of the held-out questions, by step."""
-    lines = ["| step | final number right | form as asked | cut off |", "|---|---|---|---|"]
+    lines = ["| step | correct final number | requested format | cut off |", "|---|---|---|---|"]
     for step, values in found["held out"].items():
         cells = (values["reward/answer"], values["reward/format"], values["cut_off"])
         lines.append(f"| {step} | {' | '.join(f'{value:.3f}' for value in cells)} |")

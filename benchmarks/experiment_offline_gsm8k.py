@@ -222,7 +222,8 @@ def markdown(results: dict[str, Any]) -> list[str]:
         for grades, seeds in results["runs"].items()
     }
     lines = [
-        "| questions | grades | margin per token, nats | margin per sequence, nats | margin per token rose of |",
+        "| questions | grades | margin per token, nats | margin per sequence, nats "
+        "| questions with an increased margin per token |",
         "|---|---|---|---|---|",
     ]
     for questions in ("held-out", "learned"):
@@ -233,7 +234,7 @@ def markdown(results: dict[str, Any]) -> list[str]:
         }
         rows = {grades: [changes[grades, per] for per in ("token", "sequence")] for grades in runs}
         if questions == "held-out":  # the learned ones have other grades
-            rows["true less permuted"] = [
+            rows["true minus permuted"] = [
                 [true - other for true, other in zip(changes["true", per], changes["permuted", per], strict=True)]
                 for per in ("token", "sequence")
             ]

@@ -257,9 +257,9 @@ def test_the_table_of_gsm8k_is_that_of_the_committed_run(monkeypatch):
     assert " ".join(" ".join(experiment.markdown(found)).split()) in page
     assert f"{found['steps']} steps" in page
     rollout, update = (found[f"median seconds of {name}"] for name in ("a rollout", "an update"))
-    assert f"{rollout:.0f} s a rollout and {update:.0f} s an update" in page
+    assert f"{rollout:.0f} s per rollout and {update:.0f} s per update" in page
     first, *_, last = (round(one["reward/answer"] * found["held-out questions"]) for one in found["held out"].values())
-    assert f"right for {first} and then for {last} of the {found['held-out questions']}" in page
+    assert f"correct for {first} and later for {last} of the {found['held-out questions']}" in page
 
 
 def test_the_tables_of_frozen_lake_are_those_of_the_committed_runs(monkeypatch):

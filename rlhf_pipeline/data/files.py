@@ -149,7 +149,8 @@ def find_sources(paths: Sequence[str | Path], container: Container | None = None
             sources += [SourceFile(file, _container_of(file, container)) for file in matching if file.is_file()]
         else:
             near = sorted(item.name for item in path.parent.iterdir())[:6] if path.parent.is_dir() else []
-            raise MissingPathError(f"there is no file or folder at {path}." + (f" Beside it: {near}." if near else ""))
+            nearby = f" Its parent folder contains: {near}." if near else ""
+            raise MissingPathError(f"there is no file or folder at {path}.{nearby}")
     return list(dict.fromkeys(SourceFile(source.path.resolve(), source.container) for source in sources))
 
 

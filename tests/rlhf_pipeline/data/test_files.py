@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content:
 def test_missing_paths_and_splits_are_named(tmp_path: Path):
     """A path that is not there names its neighbours; a saved set of splits names one of them."""
     (tmp_path / "near.jsonl").write_text("{}")
-    with pytest.raises(MissingPathError, match=r"Beside it: \['near.jsonl'\]"):
+    with pytest.raises(MissingPathError, match=r"Its parent folder contains: \['near.jsonl'\]"):
         find_sources([tmp_path / "none.jsonl"])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DefinitionError, match=r"several splits. Choose one: .*train"):

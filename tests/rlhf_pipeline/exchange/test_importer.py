@@ -168,7 +168,8 @@ def test_paths_that_are_not_what_they_must_be(tmp_path: Path, jsonl: Write):
     """Missing files, folders without files, unknown endings, JSON arrays and empty files are told apart."""
     jsonl([row(0)])
     with pytest.raises(
-        MissingPathError, match=r"no file or folder at .*rollout.jsonl. Beside it: \['rollouts.jsonl'\]"
+        MissingPathError,
+        match=r"no file or folder at .*rollout.jsonl. Its parent folder contains: \['rollouts.jsonl'\]",
     ):
         import_files([tmp_path / "rollout.jsonl"], tmp_path / "store")
     (tmp_path / "empty").mkdir()
