@@ -100,7 +100,7 @@ _MODULE_OF = {name: f"rlhf_pipeline.{module}" for module, names in _NAMES.items(
 
 _ADAPTED = {"CausalLMPolicy", "Collector", "GRPOLoss", "RetrieveLogProb"}
 _ADAPTED |= {"MCAdvantage", "TrajectoryReplayBuffer", "TrajectoryStorage"}
-"""Names that take a policy, or a model that an adapter makes into one, or TensorDicts in a form of TorchRL's."""
+"""Names that accept a policy, a model that an adapter converts to a policy, or TensorDicts in TorchRL's formats."""
 
 __all__ = [
     "AgentProgram",

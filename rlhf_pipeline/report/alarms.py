@@ -124,7 +124,7 @@ def _missing_parts(run: RunFolder, since: float | None) -> Alarm | None:
         problems = [str(error)]
     if not problems:
         return None
-    text = f"the run is incomplete: {'; '.join(problems)}. All problems: rlhf-pipeline verify {typed(run.address)}"
+    text = f"the run is incomplete: {'; '.join(problems)}. Check it: rlhf-pipeline verify {typed(run.address)}"
     return Alarm(name="missing_parts", severity="page", text=text, since=since)
 
 

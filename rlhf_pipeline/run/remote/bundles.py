@@ -27,7 +27,7 @@ from trajectory_store.objects.remote import ObstoreBucket
 
 PACKS: Final = "packs"
 SEALED: Final = (filenames.WEIGHTS, filenames.CHECKPOINTS)
-"""Where the sealed folders are."""
+"""The folders of a run that contain sealed folders."""
 _PACK_BYTES: Final = 1 << 26
 _AT_ONCE: Final = 8
 _LONGEST_HEADER: Final = 1 << 27
