@@ -222,7 +222,7 @@ class Collect(Settings):
         None,
         min=1,
         help="With an environment: maximum number of tokens in a reply; a longer reply is truncated and marked with ` "
-        "[cut]`. With None, a reply that does not fit into the row ends the conversation.",
+        "[cut]`. With None, a reply that does not fit in the row ends the conversation.",
     )
     max_call_errors: int | None = setting(
         4,

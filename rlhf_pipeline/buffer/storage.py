@@ -203,7 +203,7 @@ class TrajectoryStorage(Storage):
         with self._lock:
             slots = self._cursor_slots(cursor)
             if len(slots) != n:
-                raise DataError(f"{n} trajectories do not fit into {len(slots)} slots")
+                raise DataError(f"{n} trajectories do not fit in {len(slots)} slots")
             if n:
                 self._append(rows, slots, in_turn=np.array_equal(slots, self._slots.expected(n)))
                 if set_cursor:

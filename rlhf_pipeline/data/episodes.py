@@ -32,7 +32,7 @@ def row_names(episodes: Ints, positions: Ints) -> Ints:
         positions: int64 [n], its position there, from 0.
 
     Raises:
-        DataError: an id or a position is too large for the two to fit into one number.
+        DataError: an id or a position is too large for the two to fit in one number.
 
     >>> row_names(np.array([5, 5, 6]), np.array([0, 1, 0])).tolist()
     [5, 17592186044421, 6]

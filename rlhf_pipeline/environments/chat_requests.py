@@ -77,7 +77,7 @@ PARAMETERS: Final = (
     Parameter(
         name="messages",
         treatment=HONOURED,
-        rule="text, or parts of text; images, audio and files are rejected. `developer` is treated as `system`",
+        rule="text, or a list of text parts; images, audio and files are rejected. `developer` is treated as `system`",
     ),
     Parameter(name="model", treatment=IGNORED, rule="any name is accepted; the response repeats it"),
     Parameter(name="tools", treatment=HONOURED, rule="functions, shown through the chat template"),
@@ -97,7 +97,7 @@ PARAMETERS: Final = (
     Parameter(
         name="seed",
         treatment=HONOURED,
-        rule="another seed draws another sample; the sample also depends on the seed of the run",
+        rule="a different seed draws a different sample; the sample also depends on the seed of the run",
     ),
     Parameter(name="stream", treatment=HONOURED, rule="the finished text is sent in chunks"),
     Parameter(name="stream_options", treatment=HONOURED, rule="`include_usage` is supported"),

@@ -63,7 +63,7 @@ OUTCOMES: Final = (
     Outcome(
         name="turn truncated",
         what="`collect.max_new_tokens` truncates a turn",
-        then="the environment receives the turn; ends if it returns done",
+        then="the environment receives the turn; the conversation ends if the environment returns done",
         finish_reason=LENGTH,
     ),
     Outcome(
@@ -74,7 +74,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="reply too long",
-        what="the reply does not fit into the row, or `collect.max_reply_tokens` truncates it and appends a mark",
+        what="the reply does not fit in the row, or `collect.max_reply_tokens` truncates it and appends a mark",
         then="ends, or continues with the truncated reply",
         finish_reason=LENGTH,
     ),

@@ -36,7 +36,7 @@ class Tools:
 
     A `def` runs in the thread of its conversation, so a call that waits for a network or hangs delays no other. A call
     that cannot be parsed, calls an unknown tool, has wrong arguments, or raises one of `ARGUMENT_ERRORS`, is
-    answered with that error; any other exception, and a result that is not text, parts of text or JSON, fails
+    answered with that error; any other exception, and a result that is not text, text parts or JSON, fails
     the conversation.
 
     Args:
@@ -223,7 +223,7 @@ def _messages(prompt: Prompt, returned: Any) -> Sequence[Mapping[str, Any]] | No
     if returned is None or returned == "":
         return None
     if not isinstance(returned, (str, list)):
-        raise TypeError(f"reset returned {type(returned).__name__}; it must return text, parts of text, or None")
+        raise TypeError(f"reset returned {type(returned).__name__}; it must return text, a list of text parts, or None")
     messages = [{"role": "user", "content": prompt.text}] if prompt.messages is None else [*map(dict, prompt.messages)]
     prompt_text = text_of(messages[-1]["content"], "the prompt")
     whole = (prompt_text if prompt_text.strip() else "") + text_of(cast("Any", returned), "what reset returned")

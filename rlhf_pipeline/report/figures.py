@@ -21,7 +21,11 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         (
             Figure("step", "", "number of optimizer steps, including this step"),
             Figure("time", "s since 1970", "end of the step"),
-            Figure("policy_version", "steps", "number of optimizer steps behind the weights at the start of the step"),
+            Figure(
+                "policy_version",
+                "steps",
+                "number of optimizer steps that produced the weights at the start of the step",
+            ),
             Figure("num_trajectories", "trajectories", "trajectories in the step's batch"),
             Figure("num_groups", "groups", "groups of these trajectories"),
             Figure(

@@ -119,9 +119,9 @@ def _what_was_gathered(choice: Choice, counts: GatherCounts) -> str:
     repeated = sum(source.num_repeated for source in choice.sources)
     for figure, what in (
         (counts.behaviour_scored, "received behaviour log-probs from the initial policy"),
-        (counts.reference_scored, "got reference log-probs"),
-        (counts.advantages, "got an advantage"),
-        (counts.dropped, "of groups without spread were dropped"),
+        (counts.reference_scored, "received reference log-probs"),
+        (counts.advantages, "received an advantage"),
+        (counts.dropped, "in groups without spread were dropped"),
         (ungraded, "have no reward and were skipped"),
         (damaged, "are damaged and were skipped"),
         (repeated, "are superseded by later rows and were skipped"),

@@ -51,7 +51,7 @@ class StepRows(Sequence[Row]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._first = self.last_step = self._last_start = self._end = 0
-        """The first step; the last step, 0 if there are no rows; the start and the end of its line."""
+        """The first step, the last step (0 if there are no rows), and the start and end of its line, in bytes."""
         self._last_line, self._size = b"", -1
         """The last line, and the bytes of the file, as of the last refresh."""
         self.is_torn = False

@@ -29,7 +29,7 @@ def run(
 
     Args:
         pipeline: the definition, overrides applied.
-        run_dir: the run folder; must not exist, unless `resume`. A folder that a failed start left is taken over.
+        run_dir: the run folder; must not exist, unless `resume`. A folder that a failed start left is reused.
         seed: seeds the model made from scratch, the order of the prompts and every completion.
         device: where models live, for example `cpu` or `cuda`.
         resume: continue from the newest checkpoint in `run_dir`. On a CPU the weights are those of a straight run,

@@ -113,7 +113,7 @@ class GroupQueue:
         self.settings = settings
         self.entry = estimator_entry(settings)
         self.fewest = settings.min_group_size or settings.grpo_size
-        """The members with which a group may close after its timeout."""
+        """The minimum number of members with which a group may close after its timeout."""
         self.stats = stats
         self.waiting: dict[Hashable, list[Member]] = {}
         self.failed: dict[Hashable, int] = {}

@@ -182,7 +182,7 @@ class Argument:
     name: str
     value: Getter
     optional: bool = False
-    """Whether it is omitted, so the function's default is used, if no prompt of the group has the column."""
+    """Whether it is omitted if no prompt of the group has the column; the function's default then applies."""
     needed: bool = False
     """Whether the function declares it without a default."""
 

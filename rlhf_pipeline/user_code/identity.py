@@ -61,7 +61,7 @@ _BASES: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
     (float, float.__float__),
     (complex, complex.__complex__),
 )
-"""The conversion of an object of a subclass to one of these types."""
+"""The conversion of a subclass instance to each of these types."""
 _WRITTEN: Final = (
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(decimal.Decimal, fractions.Fraction, uuid.UUID),
@@ -141,7 +141,7 @@ class _Observation:
         self._alive: list[Any] = []
         """The objects with a digest, kept alive so that no temporary object gets the same id."""
         self._within: dict[int, int] = {}
-        """The depth of each object around the observed one, so that a cycle ends."""
+        """The depth of each object that contains the observed object, to detect cycles."""
 
     def of(self, part: Any) -> Identity:
         """Return the parts of a callable by name."""

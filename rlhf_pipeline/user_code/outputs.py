@@ -159,7 +159,9 @@ def text_of(content: object, what: str) -> str:
     if isinstance(content, Mapping):
         content = [content]
     if not isinstance(content, (list, tuple)):
-        raise TypeError(f"{what} has a content of {type(content).__name__}; it must be text, or parts of text")
+        raise TypeError(
+            f"{what} has content of type {type(content).__name__}; it must be text, or a list of text parts"
+        )
     texts: list[str] = []
     for part in cast("Sequence[Any]", content):
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
@@ -181,7 +183,7 @@ def checked_rewards(rewards: object) -> dict[str, float]:
     numbers = {str(name): float(value) for name, value in cast("Mapping[str, Any]", rewards).items()}
     for name, value in numbers.items():
         if not abs(value) <= LARGEST:
-            raise ValueError(f"the reward {name!r} is {value}; it must be finite and fit into float32")
+            raise ValueError(f"the reward {name!r} is {value}; it must be finite and fit in a float32")
     return numbers
 
 

@@ -98,7 +98,7 @@ class ArrivalOrder:
         self._ends: Int64Array = np.empty(0, np.int64)
         self._ids: Int64Array = np.empty(0, np.int64)
         self._count = 0
-        """How many ids the array has."""
+        """The number of ids in the array."""
         self._last = (_BEFORE_ALL, _BEFORE_ALL)
         self._read_up_to: dict[int, tuple[int, int]] = {}
 

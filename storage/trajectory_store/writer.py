@@ -25,7 +25,7 @@ GROWTH = 4
 """Each segment of a process is `2 ** GROWTH` times the size of the one before, up to a maximum."""
 
 FIRST = 4
-"""Number of batches that fit into the first segment of a process: processes that write little must use little space."""
+"""Number of batches that fit in the first segment of a process: processes that write little must use little space."""
 
 FIRST_ROWS = 64
 FIRST_ELEMENTS = 1 << 12

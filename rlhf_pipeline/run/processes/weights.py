@@ -33,7 +33,7 @@ class Published:
     """The content of `latest.json`: the newest weights, and the learner's progress."""
 
     version: int
-    """The number of optimizer steps behind the weights."""
+    """The number of optimizer steps that produced the weights."""
     next_version: int
     """The version at which the learner begins with the next rollout; above `version` while it updates on one."""
     rollouts_done: int

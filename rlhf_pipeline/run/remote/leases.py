@@ -49,7 +49,7 @@ class Leases:
         self._bucket = bucket
         self.seconds = number_from(LEASE_S, _DEFAULT_S)
         self._tags: dict[str, tuple[str, float]] = {}
-        """The tag of each lease by name, and since when it has been the same."""
+        """The tag of each lease by name, and the time since which it has been unchanged."""
         self._looked = -math.inf
 
     @contextmanager

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("trajectory_store")
 _REWARDS = "rewards/"
-"""The prefix of the names of single rewards in TRL's metrics."""
+"""The prefix of the names of individual rewards in TRL's metrics."""
 _SAMPLES, _GRADES, _SCORES = (
     "_generate_and_score_completions",
     "_calculate_rewards",

@@ -203,7 +203,8 @@ class TrajectoryRecorder:
             answers: reference answers, against which `rlhf-pipeline inspect` grades.
             finish_reasons: `stop`, `length`, or a reason that the engine defines.
             metas: additional JSON values per completion.
-            policy_version: the number of optimizer steps behind the weights, one for all or one each; None if unknown.
+            policy_version: the number of optimizer steps that produced the weights, for all rows or per row; None if
+                unknown.
             token_versions: per completion token, the version that sampled it, for engines whose weights are replaced
                 during sampling. The age of a trajectory is that of its oldest token.
             version_spans: the same as spans: the position of a span's first token in the row, and its version.

@@ -614,7 +614,7 @@ def test_refused_data(storage, make_rows):
         storage.set([0], TensorDict(a=torch.zeros(1), batch_size=[1]))
     with pytest.raises(DataError, match="int"):
         storage.set(0, 3)
-    with pytest.raises(DataError, match="2 trajectories do not fit into 1 slots"):
+    with pytest.raises(DataError, match="2 trajectories do not fit in 1 slots"):
         storage.set([0], lazy_stack(make_rows([4, 5])))
     with pytest.raises(DataError, match="same keys: 'meta'"):
         storage.set([0, 1], [make_rows([4])[0], make_rows([4])[0].exclude("meta")])
