@@ -665,8 +665,8 @@ def test_a_reference_that_lacks_the_last_token_still_counts(storage, make_rows):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("num_prompt_tokens", torch.tensor(-1), "is -1, but it has 4 tokens"),
-        ("num_prompt_tokens", torch.tensor(5), "is 5, but it has 4 tokens"),
+        ("num_prompt_tokens", torch.tensor(-1), "is -1; it must be between 0 and 4"),
+        ("num_prompt_tokens", torch.tensor(5), "is 5; it must be between 0 and 4"),
         ("advantage", torch.zeros(5), "has 5 values for 4 tokens"),
         (("next", "reward"), torch.zeros(3), "has 3 values for 4 tokens"),
         ("advantage", torch.tensor([0.0, 0.0, 1.0, 2.0]), "differs between the tokens"),
