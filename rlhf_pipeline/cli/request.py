@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_pipeline import definitions
 from rlhf_pipeline.cli.output import warn
 from rlhf_pipeline.errors import DefinitionError, MissingPathError, RunExistsError, RunMismatchError, typed
-from rlhf_pipeline.run.address import Address, address_of
+from rlhf_pipeline.run.address import Address, absolute, address_of
 from rlhf_pipeline.run.branch import begin_from, checkpoint_named
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.completeness import is_free
@@ -215,7 +215,7 @@ def _of_a_run(args: argparse.Namespace, run: RunFolder) -> Overrides:
 def _typed_for_replay(args: argparse.Namespace) -> Overrides:
     """Return the overrides of the command line, with the stores' folders as absolute paths."""
     places = [address_of(path) for path in args.paths]
-    stores = [str(place.absolute() if isinstance(place, Path) else place) for place in places]
+    stores = [str(absolute(place)) for place in places]
     for text in (*stores, *args.filters):
         if "," in text:
             raise DefinitionError(f"'{text}' contains a comma, which separates the items of a list. Rename it.")
@@ -232,7 +232,7 @@ def _replay_folder(args: argparse.Namespace) -> Address:
     if not args.paths:
         raise DefinitionError("specify the run to continue: rlhf-pipeline replay --resume --out runs/NAME-replay")
     first = address_of(args.paths[0])
-    place = run_of_store(first) or (first.absolute() if isinstance(first, Path) else first)
+    place = run_of_store(first) or absolute(first)
     return Path("runs") / f"{str(place).rpartition('/')[2]}-replay"
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.errors import DefinitionError
@@ -38,13 +37,14 @@ def joined(run: Run) -> Run:
     if not is_one_of_several():
         return run
     from rlhf_pipeline.learner.group import join_group, send
+    from rlhf_pipeline.run.address import resolved
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.loggers import check_logger
     from rlhf_pipeline.run.processes.rendezvous import meeting_of
 
     device = join_group(run.device, meeting_of(RunFolder(run.run_dir), StopRequest()))
     overrides = [list(pair) for pair in run.overrides]
-    out = run.run_dir.resolve() if isinstance(run.run_dir, Path) else run.run_dir
+    out = resolved(run.run_dir)
     more = {"definition": run.definition, "overrides": overrides, "out": str(out)}
     send({"what": "begin", **more, "seed": run.seed, "device": run.device})
     check_logger(run.pipeline.learn.logger)

@@ -28,6 +28,16 @@ def address_of(text: Address) -> Address:
     return Path(str(text).removeprefix("file://")).expanduser()
 
 
+def absolute(place: Address) -> Address:
+    """Return a folder's absolute path, with its links; a URL is absolute."""
+    return place.absolute() if isinstance(place, Path) else place
+
+
+def resolved(place: Address) -> Address:
+    """Return a folder's absolute path, without links; a URL has none."""
+    return place.resolve() if isinstance(place, Path) else place
+
+
 def below(place: Address, name: str) -> Address:
     """Return the address of something in a folder, or below a URL."""
     return place / name if isinstance(place, Path) else f"{place}/{name}"

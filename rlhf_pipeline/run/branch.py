@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError, RunMismatchError, typed
-from rlhf_pipeline.run.address import address_of
+from rlhf_pipeline.run.address import address_of, resolved
 from rlhf_pipeline.run.checkpoint import checkpoint_path, step_of
 from rlhf_pipeline.run.completeness import clear_failed_start
 from rlhf_pipeline.run.config_diff import carries_over, changes
@@ -81,5 +81,5 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
                 copy(path, temporary / path.name)
             state = {"step": 0, "progress": {}, "source": {}}
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        where = str(run.address.resolve()) if isinstance(run.address, Path) else run.address
+        where = str(resolved(run.address))
         out.record.write(setup, begun_from={"run": where, "step": step_of(checkpoint)})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import MissingPathError, typed
 from rlhf_pipeline.run import filenames
-from rlhf_pipeline.run.address import Address, address_of
+from rlhf_pipeline.run.address import Address, absolute, address_of
 from rlhf_pipeline.run.completeness import came_to_nothing, missing_parts
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.place import is_store, not_found
@@ -28,7 +28,7 @@ def run_of_store(store: Address) -> Address | None:
 
 def run_of_evaluation(store: Address) -> RunFolder | None:
     """Return the run that a store of evaluations belongs to, or None; its rows are not those of the run's ledger."""
-    parent, _, _ = str(store.absolute() if isinstance(store, Path) else store).rpartition("/")
+    parent, _, _ = str(absolute(store)).rpartition("/")
     place, _, name = parent.rpartition("/")
     return RunFolder.open(address_of(place)) if name == filenames.EVALUATIONS and is_run(address_of(place)) else None
 

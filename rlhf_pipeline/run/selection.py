@@ -6,7 +6,6 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import google_crc32c
@@ -18,7 +17,7 @@ from rlhf_pipeline.buffer.filters import select
 from rlhf_pipeline.config import Replay
 from rlhf_pipeline.data.episodes import complete_episodes, stored_last_rows
 from rlhf_pipeline.errors import DataError, DefinitionError, MissingPathError
-from rlhf_pipeline.run.address import Address
+from rlhf_pipeline.run.address import Address, resolved
 from rlhf_pipeline.run.choice_record import record_choice, recorded_choice
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.lookup import open_run_or_store
@@ -130,8 +129,7 @@ def stores_of(replay: Replay) -> list[Address]:
         raise DefinitionError(
             f"{len(replay.weights)} weights for {len(replay.stores)} stores. Specify one weight per store."
         )
-    stores = [open_run_or_store(path)[1] for path in replay.stores]
-    stores = [store.resolve() if isinstance(store, Path) else store for store in stores]
+    stores = [resolved(open_run_or_store(path)[1]) for path in replay.stores]
     for at, store in enumerate(stores):
         if store in stores[:at]:
             raise DefinitionError(

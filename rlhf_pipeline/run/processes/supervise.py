@@ -12,11 +12,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_pipeline.errors import DataError, ProcessFailedError, typed
-from rlhf_pipeline.run.address import BESIDE, Address
+from rlhf_pipeline.run.address import BESIDE, Address, absolute
 from rlhf_pipeline.run.completeness import came_to_nothing
 from rlhf_pipeline.run.events import EventHandler, Notice, RunFinished, RunStarted, StepDone, ignore_events
 from rlhf_pipeline.run.folder import RunFolder
@@ -109,7 +108,7 @@ def commands(run_dir: Address, collectors: int, setup: Setup) -> dict[str, list[
     """
     base = [sys.executable, "-m", "rlhf_pipeline"]
     end = [setup.definition] if setup.definition else []
-    end += ["--trust", "--run", str(run_dir.absolute() if isinstance(run_dir, Path) else run_dir)]
+    end += ["--trust", "--run", str(absolute(run_dir))]
     end += ["--device", setup.device, *(part for path, text in setup.overrides for part in ("--set", f"{path}={text}"))]
     names = [f"collector-{number}" for number in range(collectors)]
     return {"learner": [*base, "learn", *end]} | {name: [*base, "collect", "--name", name, *end] for name in names}
