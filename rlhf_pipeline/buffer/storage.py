@@ -698,7 +698,7 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
         row = int((column_lengths != lengths).nonzero()[0])
         raise DataError(
             f"{key!r} of trajectory {row} has {int(column_lengths[row])} values for {int(lengths[row])} tokens; it "
-            "must be one per trajectory or one per token"
+            "must have one value per trajectory or per token"
         )
     prompt = columns.get(NUM_PROMPT_TOKENS)
     if isinstance(prompt, Flat) and prompt.values.numel() == columns.n:

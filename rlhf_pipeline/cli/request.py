@@ -113,7 +113,7 @@ def _new(args: argparse.Namespace) -> Run:
     definition_name = args.definition
     if definition_name is None:
         raise DefinitionError(
-            "a definition is required, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list`)"
+            "a definition is required, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list` prints all)"
         )
     if is_run(address_of(definition_name)):
         again = f"rlhf-pipeline run {typed(definition_name)} --resume"

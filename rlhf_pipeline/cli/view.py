@@ -104,7 +104,7 @@ def _opened(path: str, args: argparse.Namespace, stack: ExitStack) -> View:
     tokenizer, fields = args.tokenizer, dict(args.fields)
     if not _are_rollouts(path):
         if fields:
-            raise DefinitionError(f"--field maps fields of files, and {path} is not a file of rollouts.")
+            raise DefinitionError(f"--field maps fields of files, but {path} is not a file of rollouts.")
         view = View(path, tokenizer=tokenizer)
     else:
         spelling = tokenizer if tokenizer is not None and Path(tokenizer).expanduser().is_dir() else None  # not a hub's

@@ -82,7 +82,7 @@ class _ZstdFrames(io.RawIOBase):
             packed = self._rest or self._packed.read(_CHUNK_BYTES)
             if not packed:
                 if self._frame is not None:
-                    raise EOFError("its last frame has no end")
+                    raise EOFError("its last frame is incomplete")
                 return 0
             if self._frame is None:
                 self._frame = self._zstd.ZstdDecompressor().decompressobj()

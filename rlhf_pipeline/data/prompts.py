@@ -110,7 +110,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
         ) from error
     if not isinstance(prompt, Prompt):
         raise DefinitionError(
-            f"prompts: {name}.prompt({at}, {seed}) returned {type(prompt).__name__}; it must return a "
+            f"prompts: {name}.prompt({at}, {seed}) returned {type(prompt).__name__}; it must return an "
             "rlhf_pipeline.Prompt(text=..., answer=..., meta=...)."
         )
     return prompt
@@ -731,7 +731,7 @@ def _message(message: object, index: int) -> Message:
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             text = part.get("text") if isinstance(part, dict) else part
             if kind not in ("text", "str") or not isinstance(text, str):
-                raise DataError(f"message {index} has content of type {kind}; the policy reads text only.")
+                raise DataError(f"message {index} has content of type {kind}; the policy reads only text.")
             texts.append(text)
         content = "".join(texts)
     elif content is None and json_fields.get("tool_calls"):

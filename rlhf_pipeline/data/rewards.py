@@ -30,7 +30,7 @@ def no_reward(prompt: str, completion: str, answer: str | None, meta: Mapping[st
     Raises:
         DefinitionError: always.
     """
-    raise DefinitionError("the definition has no reward function; it learns from stores, whose rewards are stored.")
+    raise DefinitionError("the definition has no reward function, because it learns from the rewards in stores.")
 
 
 def environment_reward(rewards: Mapping[str, float]) -> float | tuple[float, Mapping[str, float]]:
@@ -241,7 +241,8 @@ class EnvironmentReward:
     def __post_init__(self) -> None:
         if not _COLUMN.match(self.name) or self.name == "trusted":
             raise DefinitionError(
-                f"Reward({self.name!r}): a name must be letters, digits and single underscores, and not 'trusted'."
+                f"Reward({self.name!r}): a name must consist of letters, digits and single underscores, "
+                "and must not be 'trusted'."
             )
 
     def __call__(self, rewards: Mapping[str, float]) -> float:
@@ -289,7 +290,8 @@ class Reward:
             raise DefinitionError(f"Reward.weight is {self.weight!r}; it must be a finite number.")
         if self.name is not None and (not _COLUMN.match(self.name) or self.name == "trusted"):
             raise DefinitionError(
-                f"Reward.name is {self.name!r}; it must be letters, digits and single underscores, and not 'trusted'."
+                f"Reward.name is {self.name!r}; it must consist of letters, digits and single underscores, and must "
+                "not be 'trusted'."
             )
 
     @property

@@ -98,7 +98,7 @@ class TarArchive:
         self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
         """Raise that the archive must be unpacked."""
-        raise DataError(f"{self.path} is a tar archive, which is not read. Unpack it: tar -xf {self.path}")
+        raise DataError(f"{self.path} is a tar archive, which is not supported. Unpack it: tar -xf {self.path}")
         yield
 
     def where(self, number: int) -> str:

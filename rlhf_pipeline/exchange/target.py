@@ -55,8 +55,8 @@ def check_columns(store: TrajectoryStore, schema: Schema) -> None:
         stored = store.schema[column.name]
         if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):
             raise DefinitionError(
-                f"column '{column.name}' is {column.dtype} in the export and {stored.dtype} in {store.path}, or of "
-                "another shape. Import it into a separate folder."
+                f"column '{column.name}' is {column.dtype} in the export and {stored.dtype} in {store.path}, or "
+                "their shapes differ. Import it into a separate folder."
             )
 
 

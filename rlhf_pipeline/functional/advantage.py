@@ -248,7 +248,7 @@ def group_advantage(
     entry = estimator_of(estimator)
     if returns.ndim != 1 or group_ids.shape != returns.shape:
         raise DefinitionError(
-            f"returns and group_ids must both be [N]; got {list(returns.shape)} and {list(group_ids.shape)}."
+            f"returns and group_ids must both have shape [N]; got {list(returns.shape)} and {list(group_ids.shape)}."
         )
     if not bool(torch.isfinite(returns).all()):
         bad = int((~torch.isfinite(returns)).nonzero()[0, 0])

@@ -136,7 +136,7 @@ def check_head_shapes(hidden: torch.Tensor, head: Head, targets: torch.Tensor, c
     weight, bias, temperature, soft_cap = head
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise DefinitionError(
-            f"hidden must be [N, H] and weight [V, H]; got {list(hidden.shape)} and "
+            f"hidden must have shape [N, H] and weight [V, H]; got {list(hidden.shape)} and "
             f"{list(weight.shape)}. Flatten the hidden states with hidden[mask] first."
         )
     if targets.shape != hidden.shape[:1] or targets.dtype not in (torch.int64, torch.int32):
@@ -145,7 +145,9 @@ def check_head_shapes(hidden: torch.Tensor, head: Head, targets: torch.Tensor, c
             f"{targets.dtype} {list(targets.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise DefinitionError(f"bias must be [{weight.shape[0]}], one number per token id; got {list(bias.shape)}.")
+        raise DefinitionError(
+            f"bias must have shape [{weight.shape[0]}], one number per token id; got {list(bias.shape)}."
+        )
     if not temperature > 0.0:
         raise DefinitionError(
             f"temperature must be above 0, because logits are divided by it; got {temperature}. Score greedy "
@@ -693,7 +695,9 @@ def fused_token_loss(
     check_head_shapes(hidden, head, targets, chunk_size)
     for i, row in enumerate(rows):
         if row.shape != targets.shape:
-            raise DefinitionError(f"row {i} of the objective must be {list(targets.shape)}; got {list(row.shape)}.")
+            raise DefinitionError(
+                f"row {i} of the objective must have shape {list(targets.shape)}; got {list(row.shape)}."
+            )
     settings = (float(head.temperature), head.soft_cap, chunk_size, entropy_gradient, terms, torch.is_grad_enabled())
     out: Any = _FusedTokenLoss.apply(hidden, head.weight, head.bias, targets, objective, tuple(rows), settings)
     return FusedTokenLoss(tuple(out[:terms]), out[terms], out[terms + 1])

@@ -203,7 +203,7 @@ def _eight_bit() -> Callable[..., torch.optim.Optimizer]:
         except ImportError:
             continue
     raise DefinitionError(
-        "learn.optimizer=adamw_8bit needs torchao or bitsandbytes, and neither can be imported. Install one: pip "
+        "learn.optimizer=adamw_8bit needs torchao or bitsandbytes, but neither can be imported. Install one: pip "
         "install torchao. Or keep learn.optimizer=adamw; --set learn.offload_optimizer=true saves more GPU memory "
         "and needs no package."
     )

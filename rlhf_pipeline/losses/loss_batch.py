@@ -151,11 +151,11 @@ def read_batch(
         tokens = tokens.squeeze(-1)
     if tokens.ndim != 2:
         raise DataError(
-            f"{names.action!r} must be [B, T]; got {list(tokens.shape)}. Flatten further batch dimensions with "
+            f"{names.action!r} must have shape [B, T]; got {list(tokens.shape)}. Flatten further batch dimensions with "
             "td.reshape(-1)."
         )
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise DataError(f"{names.action!r} has dtype {tokens.dtype}; token ids are integers.")
+        raise DataError(f"{names.action!r} has dtype {tokens.dtype}; token ids must be integers.")
     tokens = tokens.long()
     attention = _attention(read, names, tokens)
     behaviour = read.per_token(

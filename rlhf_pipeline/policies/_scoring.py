@@ -79,7 +79,7 @@ def host_batch(
 ) -> HostBatch:
     """Check a batch and copy it to the host, waiting at most once for the device."""
     if input_ids.ndim != 2:
-        raise DefinitionError(f"input_ids must be [B, T]; got {list(input_ids.shape)}.")
+        raise DefinitionError(f"input_ids must have shape [B, T]; got {list(input_ids.shape)}.")
     for name, mask in (("attention_mask", attention_mask), ("score_mask", score_mask)):
         if mask is not None and mask.shape != input_ids.shape:
             raise DefinitionError(

@@ -148,7 +148,7 @@ def reply_text(
             cut = len(closed) if start < len(closed) <= stop and sample.startswith(closed) else -1
         if cut < 0:
             raise DataError(
-                "the chat template writes none of the tokens that may end a turn between a tool call and its reply, "
+                "the chat template does not write an end-of-turn token between a tool call and its reply, "
                 "so the reply cannot be separated from the call."
             )
         tail = sample[cut:]

@@ -121,7 +121,7 @@ def _check_gguf(path: Path) -> None:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
-        raise DataError(f"{path} begins with {magic!r} and not with b'GGUF', so it is not a GGUF file. Copy it again.")
+        raise DataError(f"{path} begins with {magic!r} instead of b'GGUF', so it is not a GGUF file. Copy it again.")
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise DefinitionError(
             f"{path} is a GGUF file; reading it requires {' and '.join(missing)}: pip install {' '.join(missing)}"

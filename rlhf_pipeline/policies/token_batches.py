@@ -78,7 +78,7 @@ def read_ids(td: TensorDictBase, key: Key, mask_key: Key, side: Side) -> TokenBa
     if isinstance(ids, list):
         return pad_ids(ids, side, leaf(td, mask_key))
     if ids.ndim != 2:
-        raise DataError(f"{key!r} must be [B, T] or ragged rows; got {list(ids.shape)}.")
+        raise DataError(f"{key!r} must have shape [B, T] or be ragged rows; got {list(ids.shape)}.")
     mask = leaf(td, mask_key)
     if isinstance(mask, list):
         raise DataError(f"{key!r} is padded and {mask_key!r} is ragged; pass both in the same form.")

@@ -208,7 +208,7 @@ def named_disk_errors(run: RunFolder) -> Iterator[None]:
         if isinstance(run.address, Path) and not run.path.is_dir():
             raise RunStorageError(
                 f"the run folder {run.address} no longer exists: it was moved or removed while the run wrote to it. "
-                "Move it back, or continue the run at its new path: rlhf-pipeline run --resume --out NEW_PLACE"
+                "Move it back, or continue the run at its new path: rlhf-pipeline run --resume --out NEW_FOLDER"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
             advice = "Choose a writable folder: --out OTHER_FOLDER."

@@ -37,7 +37,7 @@ def sampled_at(parts: Iterable[tuple[TrajectoryStore, Ints | None]]) -> float | 
     if len(temperatures) > 1:
         heats = " and ".join(f"{heat:g}" for heat in sorted(temperatures))
         raise DataError(
-            f"the trajectories were sampled at the temperatures {heats}, but a ratio to their log-probs needs a "
+            f"the trajectories were sampled at the temperatures {heats}, but importance ratios need a "
             f"single temperature. Select one: --set replay.filters='temperature=={max(temperatures):g}'"
         )
     return temperatures.pop() if temperatures else None

@@ -235,7 +235,7 @@ class KLReward(ColumnTransform):
         if values.numel() != lengths.numel():
             raise DataError(
                 f"the reward has {values.numel()} values for {lengths.numel()} trajectories of {total} tokens; it "
-                "must be one per trajectory or one per token"
+                "must have one value per trajectory or per token"
             )
         base = torch.zeros(total, dtype=torch.float64)
         base[last_position(mask, lengths)] = outcomes(batch, values)

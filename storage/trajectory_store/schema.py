@@ -89,7 +89,9 @@ class Column:
         if shape and not self.ragged:
             raise SchemaError(f"column '{self.name}' has a shape per element, so it must be ragged: set ragged=True.")
         if math.prod(shape) > MAX_WIDTH:
-            raise SchemaError(f"column '{self.name}' has {math.prod(shape)} values per element; at most {MAX_WIDTH}.")
+            raise SchemaError(
+                f"column '{self.name}' has {math.prod(shape)} values per element; the maximum is {MAX_WIDTH}."
+            )
         object.__setattr__(self, "shape", shape)
 
     def _set_axis(self) -> None:
@@ -228,8 +230,8 @@ class Schema:
         self.optional: tuple[Column, ...] = tuple(c for c in self.columns if c.optional)
         if len(self.optional) > MAX_OPTIONAL:
             raise SchemaError(
-                f"{len(self.optional)} columns have a fill or are mutable; the format has presence flags for "
-                f"{MAX_OPTIONAL}."
+                f"{len(self.optional)} columns have a fill value or are mutable; the format has presence flags for "
+                f"at most {MAX_OPTIONAL}."
             )
 
     @functools.cached_property
@@ -290,7 +292,7 @@ class Schema:
         for column in added:
             if not column.optional:
                 raise SchemaError(
-                    f"column '{column.name}' is added to existing rows, so it needs a fill, for example "
+                    f"column '{column.name}' is added to existing rows, so it needs a fill value, for example "
                     f"Column({column.name!r}, {column.dtype!r}, fill=...)."
                 )
         return Schema([*self.columns, *added])

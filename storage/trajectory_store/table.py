@@ -94,7 +94,7 @@ class StoreTable(StoreReads):
         if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
             raise BatchError(
                 f"store[{key!r}] needs a position, a slice, positions, a mask, or names of columns; store[10:20, "
-                "'column'] reads one column of some rows. read(ids) takes ids."
+                "'column'] reads one column of some rows. To read rows by id, use read(ids)."
             )
         if hasattr(rows, "__index__") and not isinstance(rows, np.ndarray):
             every, place = self.positions(), int(rows)

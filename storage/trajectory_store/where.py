@@ -114,7 +114,7 @@ def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
         SchemaError: the condition cannot be read.
     """
     if not isinstance(condition, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's mistake
-        raise SchemaError(f"a condition is text, got {type(condition).__name__}. {_EXAMPLE}")
+        raise SchemaError(f"a condition must be text, got {type(condition).__name__}. {_EXAMPLE}")
     try:
         with np.errstate(all="ignore"):
             mask: Any = np.asarray(_Expression(condition, source).value(_parsed(condition, source)))

@@ -116,5 +116,5 @@ def test_a_store_without_rewards_has_nothing_to_learn_from(tmp_path: Path):
         learnable_rows(plain)
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         record(recorder, 5, [math.nan])
-    with pytest.raises(BatchError, match="no rows that may be learned from"):
+    with pytest.raises(BatchError, match="no rows that may be used for training"):
         verl.serving(object, None, str(tmp_path / "store"), list)

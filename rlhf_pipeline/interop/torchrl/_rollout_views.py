@@ -43,7 +43,8 @@ def prompt_rows(batch: Any) -> PromptRows:
             )
     if input_ids.ndim != 2 or rindex.numel() != input_ids.shape[0]:
         raise DataError(
-            f"input_ids must be [B, P] and prompt_rindex [B]; got {list(input_ids.shape)} and {list(rindex.shape)}."
+            f"input_ids must have shape [B, P] and prompt_rindex [B]; got {list(input_ids.shape)} and "
+            f"{list(rindex.shape)}."
         )
     attention_mask = _field(batch, "attention_mask")
     if attention_mask is None:

@@ -215,7 +215,7 @@ class RolloutFromModel:
         rows, width = prompts.input_ids.shape[0], prompts.input_ids.shape[1] + steps
         if generated.shape != (rows, width):
             raise DataError(
-                f"generated must be [{rows}, {width}] (the batch's columns plus max_new_tokens={steps}); "
+                f"generated must have shape [{rows}, {width}] (the batch's columns plus max_new_tokens={steps}); "
                 f"got {list(generated.shape)}."
             )
         prompts = type(prompts)(*(value.to(generated.device) for value in prompts))

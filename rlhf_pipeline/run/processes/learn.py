@@ -145,7 +145,7 @@ class _Publisher:
         if row is None and before.version:
             notify(
                 on_event,
-                f"the ledger has no row of step {before.version}, so the weights that were published after that step "
+                f"the ledger has no row for step {before.version}, so the weights that were published after that step "
                 "are replaced.",
             )
             return None, None

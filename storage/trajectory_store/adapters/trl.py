@@ -291,7 +291,7 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
         for prompt in prompts:
             key = text_of(prompt)
             if key not in turns:
-                raise BatchError(f"{store} has no rows for the prompt {key[:60]!r} that may be learned from.")
+                raise BatchError(f"{store} has no rows for the prompt {key[:60]!r} that may be used for training.")
             place = turns[key][served[key] % len(turns[key])]
             served[key] += 1
             start = int(rows["num_prompt_tokens"][place])

@@ -265,7 +265,7 @@ class _Stored:
             row_ids = learnable_rows(opened).row_ids
             columns = opened.read(row_ids, [*names, *episode])
         if not len(row_ids):
-            raise BatchError(f"{store} has no rows that may be learned from.")
+            raise BatchError(f"{store} has no rows that may be used for training.")
         rewards, groups = columns["task_reward"].tolist(), dict[int, list[tuple[int, int, int]]]()
         outputs = columns[episode[1]].tolist() if episode else [0] * len(row_ids)
         for row in reversed(range(len(rewards) - 1)):  # verl's outputs of a session all have its reward

@@ -59,7 +59,7 @@ def learnable_rows(store: TrajectoryStore, row_ids: Ints | None = None, *, skip_
     [0]
     """
     if "task_reward" not in store.schema:
-        raise SchemaError(f"{store.path} has no column task_reward, so none of its rows may be learned from.")
+        raise SchemaError(f"{store.path} has no column task_reward, so none of its rows may be used for training.")
     among = store.intact(skip_damaged=skip_damaged)
     for column, excluded in ((EVALUATION, True), (SUPERSEDED, True), (WAITING, LEFT_OUT)):
         if column.name in store.schema:

@@ -235,7 +235,7 @@ def as_time(value: Any, name: str) -> float:
     if abs(seconds) > _LAST_SECOND:
         raise BatchError(
             f"field '{name}' must be seconds since 1970, got {excerpt(value)}, which is not a date before the year "
-            "10000. Divide it, or ignore the field: --field created_at=none"
+            "10000. Convert it to seconds, or ignore the field: --field created_at=none"
         )
     return seconds
 

@@ -100,7 +100,7 @@ class Encoder:
             raise SchemaError(
                 "the rows have text but no token ids. Specify the tokenizer of the model that you will train on them: "
                 "--tokenizer FOLDER, or TrajectoryRecorder(tokenizer=FOLDER) (a checkpoint; `rlhf-pipeline "
-                "new-model FOLDER --text FILE` makes a small one)"
+                "new-model FOLDER --text FILE` creates a small one)"
             )
         return self.tokenizer
 

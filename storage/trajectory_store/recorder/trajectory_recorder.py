@@ -318,7 +318,7 @@ class TrajectoryRecorder:
     ) -> np.ndarray:
         num = len(fields["completion"])
         if "prompt" not in fields and "prompt_ids" not in fields:
-            raise BatchError("prompts or prompt_ids must be given.")
+            raise BatchError("prompts or prompt_ids is required.")
         if not num:
             return np.empty(0, np.int64)
         names, groups = sources.names, sources.groups

@@ -127,7 +127,7 @@ def test_a_run_folder_that_cannot_be_is_reported_before_torch_is_imported(cli: C
         shown = cli(*command, "/proc/x")
         assert shown.code == 2
         assert shown.err == (
-            f"rlhf-pipeline: /proc/x cannot be made: /proc: No such file or directory. Choose a "
+            f"rlhf-pipeline: /proc/x cannot be created: /proc: No such file or directory. Choose a "
             f"writable folder: {command[-1]} OTHER_FOLDER\n"
         )
         assert "importing torch" not in shown.out

@@ -151,7 +151,7 @@ def test_text_parts_are_joined_and_null_columns_of_messages_are_dropped():
         ),
         (
             {"question": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": 1},
-            "row 1: field 'question': message 0 has content of type image; the policy reads text only",
+            "row 1: field 'question': message 0 has content of type image; the policy reads only text",
         ),
         ({"question": "q"}, "row 1: there is no field 'answer'"),
         ({"question": "q", "answer": "\ud800"}, "row 1: 'answer' contains half of a surrogate pair"),
@@ -236,7 +236,7 @@ def test_a_finite_source_of_ones_own_is_taken_epoch_by_epoch():
     ("returns", "message"),
     [
         (lambda cursor: [Prompt(text="a")][cursor], "has no prompt 1 .*define its method __len__"),
-        (lambda cursor: "text", "returned str; it must return a rlhf_pipeline.Prompt"),
+        (lambda cursor: "text", "returned str; it must return an rlhf_pipeline.Prompt"),
         (lambda cursor: {}["x"], r"prompt\(1, 0\) raised KeyError"),
         (lambda cursor: Prompt(text="a", meta={"x": object()}), "meta 'x' is of type object, which JSON does not have"),
     ],

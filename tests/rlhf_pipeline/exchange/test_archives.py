@@ -112,7 +112,7 @@ def test_a_tar_archive_is_reported(tmp_path: Path, name: str):
         report = import_files([source], tmp_path / "store")
         assert len(report.files) == 1
         assert [path.name for path in report.unreadable] == [name]
-        assert f"{name} is a tar archive, which is not read. Unpack it: tar -xf " in str(report.unreadable)
+        assert f"{name} is a tar archive, which is not supported. Unpack it: tar -xf " in str(report.unreadable)
     unread: list[str] = []
     follow_folder(folder, tmp_path / "store", stop=lambda: True, on_unreadable=unread.append)
     assert len(unread) == 1
@@ -121,7 +121,7 @@ def test_a_tar_archive_is_reported(tmp_path: Path, name: str):
         if not alone.exists():
             alone.mkdir()
             (folder / name).rename(alone / name)
-        with pytest.raises(DataError, match=r"is a tar archive, which is not read"):
+        with pytest.raises(DataError, match=r"is a tar archive, which is not supported"):
             import_files([alone], tmp_path / "other")
 
 

@@ -164,7 +164,7 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
                 recorder.record(**odd)
         with pytest.raises(BatchError, match=r"field 'policy_version' must be a whole number, got float 1\.5"):
             recorder.record(**wrong | {"prompt_ids": [[3]], "policy_version": 1.5})  # it was stored as 1
-        with pytest.raises(BatchError, match=r"prompts or prompt_ids must be given"):
+        with pytest.raises(BatchError, match=r"prompts or prompt_ids is required"):
             recorder.record(completions=["b"], completion_ids=[[1]], rewards=[0.0])
         with pytest.raises(SchemaError, match=r"group_size is 0; it must be at least 1"):
             recorder.record(**wrong | {"prompt_ids": [[3]], "group_size": 0})  # a ZeroDivisionError ended the training

@@ -170,5 +170,5 @@ def test_bfloat16_operands():
 def test_rows_of_another_length_are_refused():
     """A row of constants that is not [N] is named."""
     leaves, targets, rows = make(torch.float32)
-    with pytest.raises(DefinitionError, match=r"row 1 of the objective must be \[37\]"):
+    with pytest.raises(DefinitionError, match=r"row 1 of the objective must have shape \[37\]"):
         fused_token_loss(leaves[0], Head(leaves[1]), targets, objective, [rows[0], rows[1, :3]], terms=2)

@@ -301,7 +301,7 @@ def test_tokens_of_any_integer_type(tiny, dtype):
     )
     assert GRPOLoss(actor, entropy_bonus=False)(td).loss_objective == expected
     td["tokens", "full"] = td["tokens", "full"].float()
-    with pytest.raises(DataError, match="token ids are integers"):
+    with pytest.raises(DataError, match="token ids must be integers"):
         GRPOLoss(actor, entropy_bonus=False)(td)
 
 

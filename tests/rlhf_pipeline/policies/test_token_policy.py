@@ -220,7 +220,7 @@ def test_bad_shapes_and_temperatures_are_refused(make_model: Make) -> None:
         policy.log_probs(ids, mask)
     with pytest.raises(DefinitionError, match=r"attention_mask must have the shape of input_ids, \[2, 3\]"):
         policy.log_probs(ids, mask[:, :2], temperature=1.0)
-    with pytest.raises(DefinitionError, match=r"input_ids must be \[B, T\]"):
+    with pytest.raises(DefinitionError, match=r"input_ids must have shape \[B, T\]"):
         policy.log_probs(ids[0], mask[0], temperature=1.0)
     with pytest.raises(DefinitionError, match="num_slots is 0"):
         TokenPolicy(make_model(), num_slots=0)

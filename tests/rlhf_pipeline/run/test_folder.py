@@ -213,7 +213,7 @@ def test_a_folder_that_was_moved_is_not_called_unwritable(tmp_path):
     """The message says that the folder is gone and how to go on with it at its new place."""
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
-    gone = r"no longer exists: it was moved or removed .*--resume --out NEW_PLACE"
+    gone = r"no longer exists: it was moved or removed .*--resume --out NEW_FOLDER"
     run.path.rename(tmp_path / "elsewhere")
     with pytest.raises(RunStorageError, match=gone), named_disk_errors(run):
         run.metrics_file.write_text("{}")

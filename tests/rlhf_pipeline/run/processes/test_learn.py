@@ -171,7 +171,7 @@ def test_weights_of_a_step_that_the_ledger_lacks_are_replaced(run):
     stop = stop_at(RunStarted)
     learn(PIPELINE, run_dir=run.path, on_event=lambda event: (events.append(event), stop(event)))
     assert published(run)[0] == 0
-    assert any("the ledger has no row of step 2" in event.message for event in events if isinstance(event, Notice))
+    assert any("the ledger has no row for step 2" in event.message for event in events if isinstance(event, Notice))
     learn(PIPELINE, run_dir=run.path, on_event=stop_at(StepDone, 2))
     assert published(run) == before  # the same rollouts in the same order
 
