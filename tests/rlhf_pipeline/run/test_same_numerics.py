@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 
 from rlhf_pipeline import Pipeline, PretrainedPolicy, override, scratch_policy
 from rlhf_pipeline.learner.learner import Learner
+from rlhf_pipeline.run.record import machine
 from rlhf_pipeline.run.start import run
 from tests.moments import Call, at_call
 from tests.rlhf_pipeline.small import tiny
@@ -120,3 +122,15 @@ def test_a_resumed_policy_computes_as_the_started_one(tmp_path, make):
     assert started.keys() == resumed.keys()
     differing = {name: (started[name], resumed[name]) for name in started if started[name] != resumed[name]}
     assert not differing
+
+
+def test_a_machine_that_lists_no_processors_has_a_name_for_them():
+    """Where `/proc/cpuinfo` cannot be read, the name of the architecture is recorded."""
+
+    def fail(call: Call) -> None:
+        if call.arguments["self"] == Path("/proc/cpuinfo"):
+            raise PermissionError
+
+    with at_call(Path.read_text, before=fail) as reads:
+        assert machine()["processor"] in {platform.processor(), platform.machine()} - {""}
+    assert len(reads) == 1
