@@ -58,7 +58,7 @@ class StoreView:
 
     @property
     def use_count(self) -> Ints:
-        """How often each row has been used, `[n]`."""
+        """The number of times each row has been used, `[n]`."""
         if self.uses is not None:
             return self.uses
         return self.column(USES.name) if USES.name in self.store.schema else np.zeros(len(self), np.int64)

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run while it lives: curve, figures, processes and newest groups, drawn in place.
+"""The live display of a run in a terminal: curve, figures, processes and newest groups, drawn in place.
 
 Only this module imports rich, and only where there is a terminal.
 """

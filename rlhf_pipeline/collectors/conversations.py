@@ -88,13 +88,13 @@ class RenderedTools:
 
 @dataclass(frozen=True, slots=True)
 class RowTurn:
-    """The place of a turn in its row.
+    """The position of a turn in its row.
 
     Attributes:
         row: the row.
         num_messages: messages of the row, this turn included.
         num_exchanged: the same of those that the environment knows.
-        began: the place of its first token.
+        began: the position of its first token.
         ended: the place after its last token.
         text: the turn as text.
         variant: see `Step.variant`.
@@ -254,7 +254,7 @@ class _Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _First:
-    """What begins a conversation."""
+    """The input with which a conversation begins."""
 
     messages: Sequence[Mapping[str, Any]] = ()
     ids: list[int]

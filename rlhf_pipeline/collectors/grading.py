@@ -36,7 +36,7 @@ from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
 _LOOK_S: Final = 0.05
 """The interval at which the waiting thread checks for a deadline or a stop request; a call that ends wakes it."""
 _GRACE_S: Final = 2.0
-"""How long calls may continue after a request to stop before the rollout is cancelled."""
+"""The time for which calls may continue after a request to stop before the rollout is cancelled."""
 _SAY_AFTER_S: Final = 10.0
 """The wait after which a running call is reported."""
 _MAIN_ONLY: Final = "signal only works in main thread"
@@ -51,8 +51,8 @@ class Grade:
     error: str | None = None
     """One line about the failure, or None."""
     kind: str = ""
-    """Why there is no reward: `timeout`, `grader_error`, `not_applicable` (every function returned None), or the
-    reason in `LeftOut`, such as `truncated`; empty if there is a reward."""
+    """The reason why there is no reward: `timeout`, `grader_error`, `not_applicable` (every function returned None), or
+    the reason in `LeftOut`, such as `truncated`; empty if there is a reward."""
     values: tuple[float, ...] = ()
     """The result of each reward function; NaN if it did not apply or failed."""
     by: str = ""
@@ -71,7 +71,7 @@ class Grade:
 
 @dataclass(eq=False, slots=True)
 class _Graded:
-    """What one reward function is asked for: one completion, or the members of one group."""
+    """The completions of one call of a reward function: one completion, or the members of one group."""
 
     form: Form
     number: int
@@ -224,7 +224,7 @@ class Grading:
             self._call(number, members)
 
     def complete(self, groups: Sequence[Sequence[int]]) -> None:
-        """Begin the calls of batched functions on these groups, given by the places of their members."""
+        """Begin the calls of batched functions on these groups, given by the positions of their members."""
         for number, form in enumerate(self._grader.forms):
             for members in groups if form.batched else ():
                 self._call(number, tuple(members))

@@ -104,7 +104,7 @@ def episode_names(store: StoreReads, ids: Ints, names: Ints, *, checked: bool = 
 
 
 def complete_episodes(store: StoreReads, ids: Ints) -> tuple[Ints, Ints]:
-    """Return the rows of all episodes of which these are rows, and for each the place of its episode in `ids`.
+    """Return the rows of all episodes of which these are rows, and for each the position of its episode in `ids`.
 
     Args:
         store: to read.

@@ -127,7 +127,7 @@ class SourceFile:
         return sorted(file for file in self.path.rglob("*") if file.is_file()) if self.path.is_dir() else [self.path]
 
     def where(self, number: int) -> str:
-        """Return the place of a row as an error message names it."""
+        """Return the location of a row for error messages."""
         lines = self.container == "csv" or (self.container == "jsonl" and not _is_array(self.path))
         return f"{self.path}:{number}" if lines else f"{self.path}, row {number}"
 

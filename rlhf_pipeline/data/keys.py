@@ -68,9 +68,10 @@ TEMPERATURE: Final[Key] = "temperature"
 LOG_PROB_MODE: Final[Key] = "log_prob_mode"
 ENGINE: Final[Key] = "engine"
 FAILURE_REASON: Final[Key] = "failure_reason"
-"""Why a trajectory has no reward: `timeout`, `tool_error`, `grader_error`, `truncated` or `engine`; empty otherwise."""
+"""The reason why a trajectory has no reward: `timeout`, `tool_error`, `grader_error`, `truncated` or `engine`; empty
+otherwise."""
 REWARD_TRUSTED: Final[Key] = "reward_trusted"
-"""False for a trajectory whose reward must not be learned from."""
+"""False for a trajectory whose reward must not be used for training."""
 SUPPORT_LOG_MASS: Final[Key] = "support_log_mass"
 """Per token, for sampling with top-k, top-p or min-p: the log of the total probability of the tokens that could be
 drawn, under the complete distribution at the temperature; 0 for other tokens. Log-probs are stored under the complete
@@ -78,7 +79,7 @@ distribution, as a policy scores them, so ratios need no correction; `log_probs 
 under the distribution that was drawn from.
 """
 EVALUATION: Final[Key] = "evaluation"
-"""True for a trajectory of an evaluation, which is never learned from."""
+"""True for a trajectory of an evaluation, which is never used for training."""
 WAITING: Final[Key] = "waiting"
 """-1: the trajectory's group arrived complete; >= 0: the trajectory waits for the group of this number; `LEFT_OUT`
 (-2): it waited and was excluded from learning; `-3 - i`: it waited and then became trajectory number `i` that may be

@@ -562,7 +562,7 @@ def json_value(value: object, where: str) -> JsonValue:
 
 
 def _in_order(source: PromptSource, size: int, cursor: int, seed: int) -> int:
-    """Return the place of prompt number `cursor` of a finite source: epoch by epoch, shuffled by default."""
+    """Return the position of prompt number `cursor` of a finite source: epoch by epoch, shuffled by default."""
     epoch, position = divmod(cursor, size)
     return _epoch_order(size, seed, epoch)[position] if getattr(source, "shuffle", True) else position
 

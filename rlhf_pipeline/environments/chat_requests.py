@@ -51,7 +51,7 @@ class Parameter:
     treatment: str
     """`honoured`, `ignored` or `rejected`."""
     rule: str
-    """What this treatment means, for the table of docs/environments.md."""
+    """The details of the treatment, for the table of docs/environments.md."""
     accepts: Callable[[Any], bool] = lambda value: True
     """Whether a value is accepted; a rejected parameter accepts the values that have no effect."""
 

@@ -123,7 +123,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why a conversation has no reward to trust."""
+    """The reason why a conversation has no trusted reward."""
 
     kind: str
     """`timeout` or `tool_error`."""

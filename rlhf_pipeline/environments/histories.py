@@ -55,7 +55,7 @@ class Continued(Generic[Place]):
     """The turn that a list of messages continues."""
 
     place: Place | None = None
-    """The place of the newest returned turn that they continue; None if they do not continue any."""
+    """The position of the newest returned turn that they continue; None if they do not continue any."""
     count: int = 0
     """The number of messages up to that turn."""
     is_edited: bool = False
@@ -76,7 +76,7 @@ class Histories(Generic[Place]):
     """
 
     places: dict[str, Place] = field(default_factory=dict[str, Place])
-    """The places, by the digest of the messages up to a turn and of the tools that were shown with them."""
+    """The positions, by the digest of the messages up to a turn and of the tools that were shown with them."""
     prompt_digests: set[str] = field(default_factory=set[str])
     """The digests of the messages before turns."""
     turns: set[str] = field(default_factory=set[str])

@@ -14,7 +14,7 @@ from typing import Final
 STOP: Final = "stop"
 """The environment ended the conversation after a complete turn, or the policy ended its completion."""
 LENGTH: Final = "length"
-"""A token limit truncated the last turn, or another turn does not fit."""
+"""A token limit truncated the last turn, or the row cannot fit another turn."""
 TURNS: Final = "turns"
 """The maximum number of turns was reached."""
 CALLS: Final = "calls"

@@ -36,13 +36,13 @@ class ArchiveMember:
 
     @property
     def container(self) -> str:
-        """What holds the rows, as of a file."""
+        """The container of the rows, as in `data.files`."""
         return self.unpacked.container
 
     def rows(
         self, *, arrays: bool = False, growing: bool = False, on_bad: Callable[[DataError], None] | None = None
     ) -> Generator[tuple[int, dict[str, Any]], None, None]:
-        """Yield `(number, row)`, see `SourceFile.rows`; errors name the place in the archive."""
+        """Yield `(number, row)`, see `SourceFile.rows`; errors report the location in the archive."""
         on_bad_member = None if on_bad is None else lambda error: on_bad(self._with_archive_path(error))
         try:
             yield from self.unpacked.rows(arrays=arrays, growing=growing, on_bad=on_bad_member)
@@ -50,7 +50,7 @@ class ArchiveMember:
             raise self._with_archive_path(error) from error
 
     def where(self, number: int) -> str:
-        """Return the place of a row as an error message names it."""
+        """Return the location of a row for error messages."""
         return self.unpacked.where(number).replace(str(self.unpacked.path), str(self.path))
 
     def _with_archive_path(self, error: DataError) -> DataError:
@@ -83,7 +83,7 @@ class EvaluationLog:
                 yield number, {**about, "samples": [document(name.as_posix())]}
 
     def where(self, number: int) -> str:
-        """Return the place of a sample as an error message names it."""
+        """Return the location of a sample for error messages."""
         return f"{self.path}, sample {number}"
 
 

@@ -10,7 +10,7 @@ was moved, renamed, compressed or rotated therefore adds nothing. Three columns 
 - `import_unit` names what the tool writes as one file, for tools that replace such files: a complete newer version of a
   unit supersedes the rows that it no longer contains.
 
-Superseded rows stay in the store, marked in the column `superseded`, and are never learned from.
+Superseded rows stay in the store, marked in the column `superseded`, and are never used for training.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from trajectory_store.recorder.row_encoder import Encoder
 BATCH_ROWS = 512
 _LOOKED_AT = 256
 COLUMNS = (*FAILURES, TEMPERATURE, next(column for column in SAMPLED_BY if column.name == "log_prob_mode"))
-"""Why a trajectory failed, and how it was sampled; if unknown: NaN, and no mode."""
+"""The reason why a trajectory failed, and how it was sampled; if unknown: NaN, and no mode."""
 BATCH_TOKENS = 1 << 20
 Rows = Iterator[tuple[str, Mapping[str, Any], bool]]
 """The position of a row in its file, its columns, and whether its text was encoded."""
@@ -90,12 +90,12 @@ class ImportReport:
         num_encoded: trajectories whose text was encoded.
         num_failed: trajectories whose rows record a failure; they have no reward.
         num_masked: trajectories whose file does not record which tokens were sampled, or which their tool excluded from
-            its loss; they contribute to their group's baseline, but are not learned from.
+            its loss; they contribute to their group's baseline, but are not used for training.
         num_unended: trajectories without a known finish reason.
         num_without_log_probs: trajectories without behaviour log-probs.
         num_at_unknown_temperature: trajectories with log-probs whose file does not record the temperature.
         num_without_reward: trajectories whose reward is not finite.
-        num_evaluations: trajectories of an evaluation, which are marked and never learned from.
+        num_evaluations: trajectories of an evaluation, which are marked and never used for training.
         reward_sum: the sum of the finite rewards.
         groups: the first reward of each group that is learned from; None if the group has two different rewards.
     """

@@ -1,4 +1,4 @@
-"""What an exchange writes to: new files that appear whole; a store, what is in it already, and the next ids."""
+"""The targets of an exchange: new files that appear complete; a store, its existing rows and the next ids."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class TorchDump:
             yield number, {name: _plain(value) for name, value in sample.items()}
 
     def where(self, number: int) -> str:
-        """Return the place of a row as an error message names it."""
+        """Return the location of a row for error messages."""
         return f"{self.path}, row {number}"
 
 

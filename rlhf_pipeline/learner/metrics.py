@@ -62,7 +62,7 @@ def loss_metrics(output: GRPOLossOutput | None) -> Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeen:
-    """What the figures about a step's trajectories are computed from.
+    """The inputs of the figures about a step's trajectories.
 
     Attributes:
         step: its number, from 1.

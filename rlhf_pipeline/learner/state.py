@@ -46,7 +46,7 @@ _MODEL: Final = "model"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerState:
-    """What a checkpoint of one process holds: the learner's own tensors, or copies of them.
+    """The content of a checkpoint of one process: the learner's own tensors, or copies of them.
 
     Attributes:
         policy: has the config and the tokenizer, which no step changes.

@@ -349,7 +349,7 @@ class StepLedger(Protocol):
 
 
 class UseCounts:
-    """How many steps have used each trajectory, counted from the ledger, so that a crash never counts a step twice.
+    """The number of steps that used each trajectory, counted from the ledger, so a crash never counts a step twice.
 
     Trajectories are identified by their ids: a killed run has the same ids as a straight one, but other row ids.
 

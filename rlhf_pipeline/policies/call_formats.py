@@ -168,7 +168,7 @@ class _Probe:
             for number, function in enumerate((functions[0], functions[1 % len(functions)]))
         ]
         self.refusal: Exception | None = None
-        """Why the template rejected the first conversation."""
+        """The reason why the template rejected the first conversation."""
 
     def flaws(self, count: int, *, as_text: bool) -> int:
         """Return what is wrong with so many calls whose arguments are text or objects, as a sum of flaws."""

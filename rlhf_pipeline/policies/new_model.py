@@ -61,7 +61,7 @@ _BYTES_AND_SPECIALS = 256 + 3
 
 @dataclass(frozen=True, slots=True)
 class NewModel:
-    """What `new_model` made."""
+    """The model that `new_model` created."""
 
     folder: Path
     vocab_size: int

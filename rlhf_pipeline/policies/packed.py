@@ -117,7 +117,7 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
 
 
 class MicroBatches(NamedTuple):
-    """What `plan_micro_batches` returns.
+    """The return value of `plan_micro_batches`.
 
     Attributes:
         rows: int64 tensors that together hold each row once; members of a group are adjacent.

@@ -22,7 +22,7 @@ _STILL_S: Final = 300.0
 _STILL: Final = 10
 """Its steps are long if the time is less than this many times the longest of its newest steps."""
 _FIRST_S: Final = 3600.0
-"""How long the first step may take."""
+"""The maximum duration of the first step."""
 _IDLE_STEPS: Final = 20
 """The number of steps over which trajectories without a gradient are counted; over fewer, no group may have spread."""
 _IDLE: Final = 0.9
@@ -54,7 +54,7 @@ class Alarm:
     window_steps: int | None = None
     """The window in steps over which it was judged."""
     since: float | None = None
-    """When its cause began, in seconds since 1970; None if that is unknown."""
+    """The time at which its cause began, in seconds since 1970; None if unknown."""
 
 
 def run_alarms(state: dict[str, Any], rows: Sequence[dict[str, Any]], run: RunFolder, now: float) -> Iterator[Alarm]:

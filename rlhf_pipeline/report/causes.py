@@ -60,7 +60,7 @@ class Causes:
 
     @property
     def num(self) -> int:
-        """How many causes there are."""
+        """The number of causes."""
         return len(self._names)
 
     def of(self, cause: str) -> Ids:

@@ -81,10 +81,10 @@ class _Search:
     among: MatchingRows
     """The rows that meet the conditions."""
     match_places: list[Ids] = field(default_factory=list[Ids])
-    """Places of hits in the order of arrival, ascending within a part and the newest part first."""
+    """Positions of hits in the order of arrival, ascending within a part and the newest part first."""
     hits: int = 0
     down_to: int = 0
-    """Rows from this place on were searched."""
+    """Rows from this position on were searched."""
 
     @property
     def matches(self) -> MatchingRows:
@@ -519,7 +519,7 @@ class View:
         return [field["name"] for field in fields_of(self.stored) if is_named_reward(field["name"])]
 
     def place_of_trajectory(self, id: int) -> int:
-        """Return the place of a trajectory in the order of arrival."""
+        """Return the position of a trajectory in the order of arrival."""
         arrivals = self.stored.store.arrivals()
         position = arrivals.position(id)
         if position is None:

@@ -27,7 +27,7 @@ class MatchingRows:
 
     arrivals: Arrivals
     positions: Ids | None = None
-    """Their places in the order of arrival, ascending, [K] int64; None for all."""
+    """Their positions in the order of arrival, ascending, [K] int64; None for all."""
 
     def __len__(self) -> int:
         return len(self.arrivals) if self.positions is None else len(self.positions)

@@ -56,7 +56,7 @@ def num_groups(stored: Stored, ids: Ids) -> int:
 
 
 def _groups(stored: Stored, ids: Ids) -> tuple[Ids, Ids, Ids]:
-    """Return the groups' numbers, the place of each group's first member, and each trajectory's group as a place."""
+    """Return the groups' numbers, the position of each group's first member, and that of each trajectory's group."""
     groups = stored.scalars("group_id", ids)
     return np.unique(np.full(len(ids), -1) if groups is None else groups, return_index=True, return_inverse=True)
 

@@ -1,4 +1,4 @@
-"""What of a definition may change when a run is continued, and what to report about it. Imports no torch."""
+"""The fields of a definition that may change when a run is continued, and the notices about them. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides the rows of an evaluation: every field of a definition but those that are excluded here, with reasons.
+"""The fields that determine the rows of an evaluation: all except those that are excluded here, with reasons.
 
 A new field counts until it is excluded: a field that was forgotten begins a new store of evaluations, and never answers
 with the rows of another definition. Imports no torch.

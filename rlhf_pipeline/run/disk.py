@@ -1,4 +1,4 @@
-"""What a run takes on disk, whether there is room for a day more, and whether its budget is used. Imports no torch."""
+"""The disk space of a run, whether it suffices for another day, and whether its budget is used. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation on prompts that are never learned from.
+"""Evaluation on prompts that are never used for training.
 
 The completions of an evaluation are rows of a separate store, `evaluations/DIGEST` in the run folder, or
 `evaluations/NAME-DIGEST` for a set of prompts with a name, marked by the column `evaluation`. They are not in the run's

@@ -99,7 +99,7 @@ class RunFolder:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """What the run was started with.
+        """The configuration with which the run was started.
 
         Raises:
             MissingPathError: there is no run.

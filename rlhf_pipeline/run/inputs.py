@@ -1,4 +1,4 @@
-"""What a run reads from outside its folder: records of prompt files and model folders, and copies of them.
+"""The inputs of a run from outside its folder: records of prompt files and model folders, and copies of them.
 
     definition/FILE.py    the definition's source, unless it is built in
     inputs/FIELD/FILE     each prompt file, of evaluations and mixtures too, up to `LARGEST_PROMPTS`; a larger one is

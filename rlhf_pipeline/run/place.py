@@ -1,4 +1,4 @@
-"""Where a run is: a folder, or an object store of which this process has a copy. Imports no torch."""
+"""The location of a run: a folder, or an object store of which this process has a copy. Imports no torch."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Setup:
     pipeline: Pipeline
     """The definition with overrides applied."""
     definition: str = ""
-    """Where the definition came from, as in `RunConfig`."""
+    """The source of the definition, as in `RunConfig`."""
     overrides: Sequence[tuple[str, str]] = ()
     """The `--set` pairs already applied."""
     seed: int = 0

@@ -62,7 +62,7 @@ class CodeChange:
     now: str
     """Digests."""
     parts: tuple[str, ...]
-    """What has changed as text; empty in a run without identities."""
+    """The changes as text; empty in a run without identities."""
     consequence: str
 
     def __str__(self) -> str:

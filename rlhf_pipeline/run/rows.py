@@ -117,7 +117,7 @@ class StepRows(Sequence[Row]):
         return row
 
     def place_of(self, step: int) -> int | None:
-        """Return the place of a step's row, or None."""
+        """Return the position of a step's row, or None."""
         return step - self._first if self._end and self._first <= step <= self.last_step else None
 
     def checksum_of(self, step: int) -> int | None:

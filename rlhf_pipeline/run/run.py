@@ -55,7 +55,7 @@ class Run(Setup):
     supervised: SupervisorConfig | None = None
     """The collectors and the learner under a supervisor; None runs everything in this process."""
     progress_timeout_s: float | None = None
-    """How long this process may spend in one rollout or step before it exits; None sets no limit."""
+    """The maximum time that this process may spend in one rollout or step before it exits; None sets no limit."""
     command: str = ""
     """The command that starts this run, without `--resume`; empty if a program starts it."""
 

@@ -138,7 +138,7 @@ class KLReward(ColumnTransform):
 
     @property
     def sample_log_prob_key(self) -> Key:
-        """Where the behaviour log-probs are read."""
+        """The key of the behaviour log-probs."""
         return self.keys.log_probs
 
     def prepared(self, td: TensorDictBase) -> TensorDictBase:

@@ -67,7 +67,7 @@ class Call:
         self.lane: Lane | None = None
         self.limit: Limit | None = None
         self.has_place = False
-        """Whether it uses one of the places of its limit."""
+        """Whether it occupies a slot of its limit."""
         self.worker: Worker | None = None
         self.in_loop = False
         self.task: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class Runtime:
             self._next_of(limit)
 
     def _next_of(self, limit: Limit) -> None:
-        """Fill a place of a limit that is free."""
+        """Fill a free slot of a limit."""
         with self._lock:
             call = _next(limit)
             if call is None:
@@ -156,7 +156,7 @@ class Runtime:
             call.has_place = False
 
     def _release(self, call: Call) -> None:
-        """Give the place of a call that did not end in the thread of its limit to the next one."""
+        """Pass the slot of a call that did not end in the thread of its limit to the next call."""
         if call.limit is not None and call.has_place:
             call.has_place = False
             self._next_of(call.limit)

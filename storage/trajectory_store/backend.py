@@ -609,7 +609,7 @@ Part = tuple[str, Rows | None]
 
 
 class Medium(ABC):
-    """Where the segments of a store are.
+    """The location of the segments of a store.
 
     Attributes:
         bucket: holds the catalog.

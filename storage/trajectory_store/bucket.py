@@ -232,7 +232,7 @@ class Bucket(ABC):
 
     @property
     def address(self) -> Path | str:
-        """Where the objects are: a path for a folder."""
+        """The location of the objects: a path for a folder."""
         return self.where
 
     def is_empty(self) -> bool:

@@ -41,7 +41,7 @@ _MOST_IDS = 8
 
 
 class Address(NamedTuple):
-    """Where rows are: per row, the ordinal of its segment and its number in that segment."""
+    """The location of rows: per row, the ordinal of its segment and its number in that segment."""
 
     ordinals: Int64Array
     rows: Int64Array

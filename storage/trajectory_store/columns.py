@@ -40,7 +40,7 @@ class Places:
     "Run order" is the order of the runs one after another; it is the order of the batch if one segment has all rows.
 
     Attributes:
-        order: `[B]` the place in the batch of each row in run order; None if the orders agree.
+        order: `[B]` the position in the batch of each row in run order; None if the orders agree.
         runs: per segment, its ordinal and the rows in it.
         edges: where each run begins in run order, and where the last one ends.
 
@@ -87,7 +87,7 @@ class Places:
 
     @cached_property
     def inverse(self) -> Int64Array:
-        """`[B]` int64: the place in run order of each row of the batch."""
+        """`[B]` int64: the position in run order of each row of the batch."""
         inverse = np.empty(len(self.rows), np.int64)
         inverse[self.order] = np.arange(len(inverse))
         return inverse
@@ -103,7 +103,7 @@ class Places:
 
 
 class Spans:
-    """Where the elements of rows are on one axis.
+    """The location of the elements of rows on one axis.
 
     Args:
         places: the rows.
@@ -165,7 +165,7 @@ class Spans:
 
     @cached_property
     def _pieces(self) -> tuple[list[int], Int64Array]:
-        """What is copied together: the segments, and `[4, K]` where it begins and ends in the segment and the batch."""
+        """The ranges to copy: the segments, and `[4, K]` the start and end of each in the segment and the batch."""
         starts, ends, order = self.starts, self.ends, self.places.order
         begins, owners = self.rows.offsets[:-1], self.places.ordinals
         if order is not None:

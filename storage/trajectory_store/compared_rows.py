@@ -37,7 +37,7 @@ class ComparedRows:
         self._first: dict[str, int] = {}
         """The number of first rows that were all compared, per array or for `ALL`."""
         self._masks: dict[str, npt.NDArray[np.bool_]] = {}
-        """Of an array or `ALL`; the mask of an array has the rows that were compared with all arrays as well."""
+        """A mask per array and one for `ALL`. The mask of an array includes rows compared with all arrays."""
 
     def are_all(self, name: str, count: int) -> bool:
         """Return whether every row of an array was compared."""

@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import Protocol
 
 PATIENCE_S = 60.0
-"""How long a fork waits for calls in other threads to end; after that, it continues without them."""
+"""The time for which a fork waits for calls in other threads to end; after that, it continues without them."""
 
 
 class Lock(Protocol):
-    """What `threading` has of locks."""
+    """The locks of `threading`."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it."""

@@ -507,4 +507,4 @@ class LocalWriter(SegmentWriter):
 
 
 GROUP_DELAY_S = 0.005
-"""How long a group sync waits for other commits, if the last one had several."""
+"""The time for which a group sync waits for other commits, if the last one had several."""

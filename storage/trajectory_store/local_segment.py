@@ -373,7 +373,7 @@ class LocalSegment(Segment):
         return {name: np.concatenate(parts) for name, parts in left.items()}
 
     def _by_commit(self, rows: Int64Array) -> list[tuple[int, Int64Array]]:
-        """Return rows by the place of their commit among those of rows."""
+        """Return rows by the position of their commit among those of rows."""
         commits = self._ends.searchsorted(rows, "right")
         order = commits.argsort(kind="stable")
         commits, rows = commits[order], rows[order]

@@ -1,4 +1,4 @@
-"""What `create` and `open` are given: checked, and turned into a bucket and a medium."""
+"""The arguments of `create` and `open`: checked, and converted to a bucket and a medium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts if the catalog's record is missing: derived from the segments, whose metadata lists their rows.
+"""The state of a store whose catalog record is missing: derived from the segments, whose metadata lists their rows.
 
 Nothing here reads or writes; a writer that holds the upkeep lock puts the result as a record, and a reader that finds
 no record, or not the segments that one names, uses it as long as it is open.

@@ -77,7 +77,7 @@ class StoreTable(StoreReads):
         self, key: SupportsIndex | slice[Any, Any, Any] | Sequence[int] | npt.NDArray[Any]
     ) -> dict[str, Any]: ...
     def __getitem__(self, key: Any) -> Any:
-        """Read by place in the order of arrival, as of a `datasets.Dataset`; `read` takes ids.
+        """Read by position in the order of arrival, as of a `datasets.Dataset`; `read` takes ids.
 
         `store[5]` is one trajectory, a dict of its values; `store[-1]` the newest. `store[10:20]`, `store[[3, 1]]` and
         `store[mask]` are several, a dict of columns. `store["reward"]` is a column of all rows, `store[["reward",
@@ -120,7 +120,7 @@ class StoreTable(StoreReads):
         return columns_read
 
     def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Read rows by place in one go, as PyTorch's DataLoader asks for a batch."""
+        """Read rows by position in one call, as PyTorch's DataLoader asks for a batch."""
         return list(_rows(self.read(self._at(places, places)), len(places)))
 
     def _at(self, places: Any, key: Any) -> Int64Array:

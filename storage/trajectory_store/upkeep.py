@@ -39,7 +39,8 @@ SUPERSEDED = 1 << 16
 
 LEASE_S = 120.0
 TIDY_S = 600.0
-"""How often a process that begins no segment searches for small segments to merge, such as those of killed processes.
+"""The interval at which a process that begins no segment searches for small segments to merge, such as those of killed
+processes.
 """
 
 log = logging.getLogger("trajectory_store")

@@ -1,4 +1,4 @@
-"""What a check of all checksums finds, and what two checks agree on."""
+"""The problems that a check of all checksums finds, and those that two checks agree on."""
 
 from __future__ import annotations
 

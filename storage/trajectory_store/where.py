@@ -34,7 +34,7 @@ _WORDS: Final[dict[str, Any]] = {"nan": math.nan, "true": True, "false": False, 
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Where a condition finds what it names.
+    """The source of the values that a condition refers to.
 
     Attributes:
         read: the values `[n]` of a column, or its texts; an UnknownColumnError if there is none of the name.

@@ -356,7 +356,7 @@ EFFECTIVE = Column("effective", "bool", mutable=True, fill=False)
 
 
 class TraceUpdate(NamedTuple):
-    """What prime-rl reports of a trajectory after its episode."""
+    """The fields that prime-rl reports about a trajectory after its episode."""
 
     identity: tuple[str, str, int, bool]
     advantage: float | None
@@ -383,7 +383,7 @@ def updates_of(row: Row) -> Iterator[TraceUpdate]:
 
 
 def _paths(trace: Row) -> Iterator[tuple[int, list[int]]]:
-    """Yield each path from a root to a leaf that is a training sample: the number of the leaf, and places of nodes."""
+    """Yield each path from a root to a leaf that is a training sample: the leaf number and the node positions."""
     nodes = as_list(trace.get("nodes") or [], "nodes")
     links = [node.get("semantic_parents") or () for node in nodes]
     accepted = {link["node"] for of in links for link in of if link["type"] == "compaction"}
@@ -699,7 +699,7 @@ def _is_call(row: Row) -> bool:
 
 
 class _Summary(NamedTuple):
-    """What a rollout summary of tinker records about a trajectory."""
+    """The fields that a rollout summary of tinker records about a trajectory."""
 
     reward: float | None
     step: int | None

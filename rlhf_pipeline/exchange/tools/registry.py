@@ -1,4 +1,4 @@
-"""What a tool is to `import`, and the list of them."""
+"""The properties of a tool that `import` uses, and the registry of tools."""
 
 from __future__ import annotations
 

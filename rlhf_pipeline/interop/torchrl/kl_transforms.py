@@ -298,7 +298,7 @@ class ActorKLRewardTransform(KLRewardTransform):
 
     @property
     def sample_log_prob_key(self) -> Key:
-        """Where the log-prob of the action is read."""
+        """The key of the log-prob of the action."""
         return self.log_prob_key
 
     def new_columns(self, batch: Trajectories, *, writing: bool) -> dict[Key, Flat]:

@@ -71,7 +71,7 @@ class SlotRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the buffers of a state are allocated for: the slots, the most tokens of a row, the most steps at a time."""
+    """The sizes of the buffers of a state: slots, maximum tokens of a row, maximum steps at a time."""
 
     num_slots: int
     longest: int
@@ -108,7 +108,7 @@ class DeviceSteps:
         self.replays: dict[StepBucket, Callable[[], None]] = {}
         self.graphs = graphs_of(device)
         self.refusal: str | None = None
-        """Why the steps of this model were not captured."""
+        """The reason why the steps of this model were not captured."""
         self._contents = contents_of(parts)
 
     def begin(self, is_end: npt.NDArray[np.bool_], temperature: float, truncation: Truncation | None) -> None:

@@ -73,7 +73,7 @@ class _Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """What the server reports about itself."""
+    """The properties that the server reports."""
 
     max_model_len: int | None
     max_num_seqs: int

@@ -37,11 +37,11 @@ _STATES = ("conv_states", "recurrent_states")
 
 
 class LayerStates(NamedTuple):
-    """What one layer keeps of a batch of rows.
+    """The state that one layer keeps for a batch of rows.
 
     Attributes:
         columns: keys and values, `[N, heads, P, dim]`, each row's last token in the last column; None if it has none.
-        rows: convolution and recurrent states, `[N, ...]`, by their place in the layer; empty for most layers.
+        rows: convolution and recurrent states, `[N, ...]`, by their position in the layer; empty for most layers.
     """
 
     columns: tuple[Tensor, Tensor] | None

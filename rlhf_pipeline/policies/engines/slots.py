@@ -216,7 +216,7 @@ class SlotEngine:
 
 
 class TokenOutcome(NamedTuple):
-    """What the host made of one token of each row.
+    """The changes that the host makes after one token of each row.
 
     Attributes:
         tokens: to be fed, int64 `[rows]`.

@@ -65,7 +65,7 @@ class StepOutputs(NamedTuple):
 
 
 _STRAY = 16
-"""Of this many rows one may draw another token: rounding moves a number across the edge between two tokens."""
+"""One row in this many may draw a different token, because rounding moves a number across a boundary of tokens."""
 
 
 def check_replay(parts: ModelParts, eager: StepOutputs, replayed: StepOutputs, *, bucket: object) -> None:

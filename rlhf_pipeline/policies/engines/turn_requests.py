@@ -19,7 +19,7 @@ from rlhf_pipeline.policies.engines.turn_rows import Answers, EndedTurn, Partner
 MOST_REQUESTS: Final = 256
 """The maximum number of turns that are sampled concurrently if each has a thread; further turns wait."""
 LOOK_S: Final = 0.5
-"""How often to check for newer weights, the deadline and an abort while no response arrives."""
+"""The interval at which newer weights, the deadline and an abort are checked while no response arrives."""
 _TURN: Final = 1 << 40
 """Separates the random streams of turns."""
 

@@ -61,12 +61,12 @@ class TurnRow:
 
     @property
     def began(self) -> int:
-        """The place of the first token of the newest turn or reply."""
+        """The position of the first token of the newest turn or reply."""
         return self.turn_spans[-1][0]
 
     @property
     def tokens_left(self) -> int:
-        """How many tokens a reply may have, if one sampled token is to follow."""
+        """The maximum number of tokens of a reply after which one more token can be sampled."""
         return self.most - len(self.ids) - 1
 
     @property

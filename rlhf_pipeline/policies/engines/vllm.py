@@ -217,7 +217,7 @@ class _EngineCall:
         self._engine.add_request(name, {"prompt_token_ids": job.tokens}, self._params(**job.sampling))
 
     def step(self, refresh: WeightRefresh | None) -> list[int]:
-        """Sample one token of each live completion with the weights in use; return the places of those that end."""
+        """Sample one token of each live completion with the weights in use; return the positions of those that end."""
         ended: list[int] = []
         for output in self._engine.step():
             first, rows = self._rows[output.request_id]

@@ -278,7 +278,7 @@ class Child:
 
 
 class _Pulse:
-    """How long a heartbeat and its content have been unchanged, by this process's monotonic clock.
+    """The time for which a heartbeat and its content have been unchanged, by this process's monotonic clock.
 
     The wall clock may jump, and a jump must not look like a hanging process.
     """

@@ -56,7 +56,7 @@ class Heartbeat:
         self._reported: dict[str, Any] = {}
         self._since, self._changed = 0.0, math.inf
         self._written = -math.inf
-        """When the file was last written, by the monotonic clock."""
+        """The time at which the file was last written, by the monotonic clock."""
         self._lock = threading.Lock()
         self._leave = threading.Event()
         self._renewing: threading.Thread | None = None

@@ -23,7 +23,7 @@ from rlhf_pipeline.run.signals import StopRequest
 
 
 class RemoteEvaluations(Evaluations):
-    """What the learner knows of a run's evaluations; made by `open_awaited`."""
+    """The learner's record of a run's evaluations; created by `open_awaited`."""
 
     def __init__(
         self, sets: Sequence[EvaluationSet], *, run: RunFolder, heartbeat: Heartbeat, on_event: EventHandler

@@ -26,9 +26,9 @@ from trajectory_store import StoreError
 from trajectory_store.locks import locked
 
 ALONE_S: Final = 30.0
-"""How long the learner waits for collectors before it reports that none is alive."""
+"""The time for which the learner waits for collectors before it reports that none is alive."""
 _LEAVES_IN_S: Final = 10.0
-"""How long a process that was asked to stop may keep its name."""
+"""The time for which a process that was asked to stop may keep its name."""
 
 
 @contextmanager

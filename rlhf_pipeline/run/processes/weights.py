@@ -39,7 +39,7 @@ class Published:
     rollouts_done: int
     """Rollouts that the learner has begun to learn from, or skipped as too old."""
     finished: str | None = None
-    """Why the run has ended, or None while it continues. Collectors exit when it is set."""
+    """The reason why the run has ended, or None while it continues. Collectors exit when it is set."""
     write_path: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the write path that the learner keeps for all collectors, for example the KL coefficient."""
     digest: int = 0

@@ -80,7 +80,7 @@ class RecordingWorkflow:
 
     @property
     def recorder(self) -> TrajectoryRecorder:
-        """Where to record."""
+        """The store to record in."""
         return self._recorder or recorder_here()
 
     def arun_episode(self, engine: Any, data: dict[str, Any]) -> Awaitable[Any]:

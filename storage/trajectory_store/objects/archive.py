@@ -210,7 +210,7 @@ def seq_of(key: str) -> int | None:
 
 
 def entry_name(spec: ArraySpec) -> str:
-    """Where the values of an array are in the zip."""
+    """The location of the values of an array in the zip."""
     return f"{spec.name}/c/{'/'.join('0' for _ in (0, *spec.shape))}"
 
 

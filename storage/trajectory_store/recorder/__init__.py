@@ -1,4 +1,4 @@
-"""What a rollout is, and how it becomes rows of a store: the recorder, its standard columns and its codecs.
+"""The conversion of rollouts to rows of a store: the recorder, its standard columns and its codecs.
 
 The store does not import this package or `adapters`: they use it as any other program does.
 """

@@ -1,4 +1,4 @@
-"""What `TrajectoryRecorder.record` accepts: lists, and the arrays and tensors of any library, without importing one."""
+"""Arguments of `TrajectoryRecorder.record`: lists, and the arrays and tensors of any library, without importing one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeRows:
-    """Of each row of a call, int64 [n]: the place of the first row of its episode, its position there, and the size."""
+    """Per row of a call, int64 [n]: the position of the first row of its episode, its position in it, and its size."""
 
     first: Ints
     position: Ints

@@ -81,7 +81,7 @@ class RawRollout:
     """`processed` or `raw`; empty if the tool does not report it."""
     finish_reason: str = ""
     failure: str = ""
-    """One of `FAILURES`: the reward is not trusted and not learned from."""
+    """One of `FAILURES`: the reward is not trusted and not used for training."""
     answer: str | None = None
     created_at: float = math.nan
     as_chat: bool = True

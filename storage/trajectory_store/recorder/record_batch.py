@@ -42,7 +42,7 @@ def as_list(value: Any) -> Any:
 
 
 class RecordBatch:
-    """What one call records: the columns of its rows, to which the recorder adds their ids."""
+    """The columns of the rows that one call records; the recorder adds their ids."""
 
     def __init__(self, fields: FieldValues, num: int, encoder: Encoder, sources: Sequence[Mapping[str, Any]]) -> None:
         self.num = num

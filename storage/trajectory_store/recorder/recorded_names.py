@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(slots=True)
 class RecordedNames:
-    """What is known of a store: names of rows, the newest of each, and names of groups."""
+    """The recorded names of a store: names of rows, the newest of each, and names of groups."""
 
     rows: dict[RowName, int] = field(default_factory=dict[RowName, int])
     groups: dict[GroupName, Group] = field(default_factory=dict[GroupName, Group])

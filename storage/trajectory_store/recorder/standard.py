@@ -50,7 +50,7 @@ FAILURES: tuple[Column, ...] = (
     Column("failure_reason", "str", mutable=True, fill=""),
     Column("reward_trusted", "bool", mutable=True, fill=True),
 )
-"""Why a trajectory has no reward to learn from. Every run that collects has these columns."""
+"""The reason why a trajectory has no reward to learn from. Every run that collects has these columns."""
 SUPPORT = Column("support_log_mass", "float32", ragged=True, fill=0.0)
 """See `keys.SUPPORT_LOG_MASS`; only a run with truncated sampling has this column."""
 
@@ -87,10 +87,10 @@ has these columns.
 """
 
 EVALUATION = Column("evaluation", "bool", fill=False)
-"""Marks the trajectories of an evaluation, which are never learned from."""
+"""Marks the trajectories of an evaluation, which are never used for training."""
 
 SUPERSEDED = Column("superseded", "bool", mutable=True, fill=False)
-"""Marks rows that a newer version replaces, because a tool wrote their file again. They are never learned from."""
+"""Marks rows that a newer version replaces, because a tool wrote their file again. They are never used for training."""
 
 PROVENANCE: tuple[Column, ...] = (
     *SAMPLED_BY,
@@ -102,15 +102,15 @@ PROVENANCE: tuple[Column, ...] = (
 )
 """The origin of a trajectory, as far as its engine and environment report it: `standard_schema(PROVENANCE)`.
 
-Spans are `[n, 2]`: the place of a span's first token in the row, and the version of the weights or the role of the
+Spans are `[n, 2]`: the position of a span's first token in the row, and the version of the weights or the role of the
 turn. A trajectory that one version sampled has no version spans. `log_prob_mode` is `processed` or `raw`; `parent_id`
 and `branch` identify the row whose tokens this one continues, and the columns `EPISODE` the conversation. An unused
 column takes no space: a segment has only the columns for which its rows have values.
 """
 
 USES = Column("use_count", "int32", mutable=True, fill=0)
-"""How often a `ConsumingSampler` has drawn a trajectory. The sampler adds the column at its first draw. The uses of a
-run are in its ledger.
+"""The number of times a `ConsumingSampler` has drawn a trajectory. The sampler adds the column at its first draw. The
+uses of a run are in its ledger.
 """
 
 

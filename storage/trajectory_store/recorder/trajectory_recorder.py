@@ -216,7 +216,7 @@ class TrajectoryRecorder:
             failures: per completion, the kind of failure (`timeout`, `tool_error`, `grader_error`, `truncated`,
                 `engine`, or a name that a tool defines), or empty. A failed completion has no reward to learn from.
             reward_trusted: False marks a failure of the grader.
-            evaluation: samples of an evaluation, which are never learned from.
+            evaluation: samples of an evaluation, which are never used for training.
             engine: the name of the sampling engine, one for all or one each.
             turn_spans: for conversations, the position of each turn's first token in the row, and 1 for a turn of the
                 policy or 0 for a reply.
@@ -297,7 +297,7 @@ class TrajectoryRecorder:
             return np.empty(0, np.int64)
 
     def _next_offset(self, num: int, group_size: int | None) -> int:
-        """Return the place of a call's first row, and keep it.
+        """Return and store the position of a call's first row.
 
         Also where the call fails: the other processes continue, and a group may have members in several of them.
         """
@@ -404,9 +404,9 @@ class TrajectoryRecorder:
     ) -> None:
         """Set the rewards of completions that were recorded without one.
 
-        A completion without a reward is never learned from. The rewards of a call are one atomic commit, durable on
-        return. A process other than the one that recorded the completions may set them. If a reward is set again, the
-        last value applies.
+        A completion without a reward is never used for training. The rewards of a call are one atomic commit, durable
+        on return. A process other than the one that recorded the completions may set them. If a reward is set again,
+        the last value applies.
 
         Args:
             rewards: by the name that was passed to `record`, or the id that it returned; None if the completion could
@@ -615,7 +615,7 @@ class TrajectoryRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Where the rows of a call come from, and by which names they are found again."""
+    """The source of the rows of a call, and the names by which they are found again."""
 
     recorder: str
     run: str
