@@ -406,7 +406,7 @@ class WritePath(Settings):
     min_group_size: int | None = setting(
         None,
         min=1,
-        help="Number of members with which a group may close after `group_timeout_s`; None waits for all members.",
+        help="Minimum number of members for a group to close after `group_timeout_s`; None waits for all members.",
     )
     group_timeout_s: float | None = setting(
         None,
