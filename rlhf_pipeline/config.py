@@ -377,7 +377,7 @@ class WritePath(Settings):
         "gathered trajectories. `turn_grpo` computes an advantage for each turn of a conversation from the "
         "rewards of that turn and later turns. `gdpo` normalises each named reward within its group, and then the "
         "weighted sum over the rollout. A custom function (`EstimatorFunction` in the same module) is also "
-        "accepted; on a command line, specify `FILE.py:NAME`.",
+        "accepted; on the command line, specify `FILE.py:NAME`.",
     )
     turn_discount: float = setting(
         1.0, min=0, max=1, help="With `turn_grpo`: weight of the next turn's advantage in the advantage of a turn."
@@ -495,7 +495,7 @@ class Sample(Settings):
         "rate, and `variance` complete groups whose rewards vary. `mix` draws a part from the newest rollout "
         "and the rest by age. `anchored` uses the complete newest rollout in its first step, and draws a batch by "
         "age in the other steps of `learn.epochs`. See `rlhf_pipeline.buffer.samplers`. A custom function "
-        "(`StrategyFunction` in the same module) is also accepted; on a command line, specify `FILE.py:NAME`.",
+        "(`StrategyFunction` in the same module) is also accepted; on the command line, specify `FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
         None,
@@ -766,7 +766,7 @@ class GRPO(Settings):
         "clipped ratios; use `aggregation=sequence_mean`, and clip the ratio's logarithm at about 0.4 in both "
         "directions. `dppo`: a mask for tokens on which policy and sampler diverge; see `loss.dppo`. `vespo`: a "
         "smooth function of a completion's importance weight; see `loss.vespo`. A custom function "
-        "(`ObjectiveFunction` in `rlhf_pipeline.functional.objectives`) is also accepted; on a command line, "
+        "(`ObjectiveFunction` in `rlhf_pipeline.functional.objectives`) is also accepted; on the command line, "
         "specify `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
@@ -1033,7 +1033,7 @@ class Learn(Settings):
     metrics: tuple[Callable[..., Any], ...] = setting(
         (),
         help="Functions (`MetricFunction` in `rlhf_pipeline.learner.metrics`) that add custom figures to the metrics "
-        "of each step; on a command line, specify `FILE.py:NAME`.",
+        "of each step; on the command line, specify `FILE.py:NAME`.",
     )
     keep_token_figures: bool = setting(
         False,

@@ -123,7 +123,7 @@ def override(config: T, path: str, text: str, code: Code = _no_code) -> T:
     Args:
         config: a definition, for example a `Pipeline`.
         path: the field's dotted path, for example `learn.lr`.
-        text: the new value as typed on a command line; parsed by the field's type.
+        text: the new value as typed on the command line; parsed by the field's type.
         code: finds the function that a text refers to, for a field that accepts functions.
 
     Raises:

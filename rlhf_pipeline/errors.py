@@ -10,7 +10,7 @@
     +-- MissingPathError (FileNotFoundError)   a given folder or file does not exist
     +-- RunExistsError (FileExistsError)  the run folder already exists
     |   +-- LeaseLostError                another process, perhaps on another machine, has taken over
-    +-- RunMismatchError (ValueError)     a resumed run or replay does not match the record
+    +-- RunMismatchError (ValueError)     a resumed run or replay does not match its record
     +-- RunStorageError (OSError)         the run folder cannot be written: the disk is full, or a mount is lost
     +-- RewardError (RuntimeError)        every reward call of a step failed
     +-- StopAskedError (RuntimeError)     a signal requested a stop while reward calls were running
@@ -18,7 +18,7 @@
     +-- ProcessFailedError (RuntimeError) a process of a run failed repeatedly
 
 The store has its own tree, `trajectory_store.StoreError`. Every message reports the value, its location and the next
-command. Each class is also a standard error, so `except ValueError` works.
+command. Each subclass also derives from a built-in exception, so `except ValueError` works.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class LeaseLostError(RunExistsError):
 
 
 class RunMismatchError(PipelineError, ValueError):
-    """A resumed run or replay does not match the record."""
+    """A resumed run or replay does not match its record."""
 
 
 class RunStorageError(PipelineError, OSError):

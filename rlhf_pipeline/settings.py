@@ -300,7 +300,7 @@ def _kind(option: Any) -> str:
         return f"a tuple of {_alternatives([_plural(kind) for kind in _options(typing.get_args(option)[0])])}"
     if typing.get_origin(option) is dict:
         kind = typing.get_args(option)[1]
-        return "an object (JSON on a command line)" if kind is Any else f"a dict with {_kind(kind)} per name"
+        return "an object (JSON on the command line)" if kind is Any else f"a dict with {_kind(kind)} per name"
     if choices := _choices(option):
         return f"one of {', '.join(map(str, choices))}"
     if typing.get_origin(option) is not None:

@@ -498,7 +498,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             DataError: if nothing may be drawn, or the store has not reached the watermark.
-            SnapshotGoneError: if the snapshot's values were merged into later ones.
+            SnapshotGoneError: if a merge removed values as of the snapshot.
         """
         rows = self.view(**view)
         ids = self._drawn(rows, step, batch_size, strategy, seed)

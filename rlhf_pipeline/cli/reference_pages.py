@@ -63,9 +63,9 @@ def errors_page() -> Iterator[str]:
     yield ""
     yield "This page lists every error class of the packages. It is generated from the classes:"
     yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. A message reports the value, its location,"
-    yield "and the next command or setting. Each class is also a standard error, so `except ValueError` works. A"
-    yield "command prints the message and exits with code 2; `--debug` shows the traceback. For the most frequent"
-    yield "errors, see [troubleshooting.md](troubleshooting.md)."
+    yield "and the next command or setting. Each subclass of the two base classes also derives from a built-in"
+    yield "exception, so `except ValueError` works. A command prints the message and exits with code 2; `--debug`"
+    yield "shows the traceback. For the most frequent errors, see [troubleshooting.md](troubleshooting.md)."
     for title, module, root in (
         ("Errors of the pipeline", of_pipeline, of_pipeline.PipelineError),
         ("Errors of the store", of_store, of_store.StoreError),

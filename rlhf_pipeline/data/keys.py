@@ -83,7 +83,7 @@ EVALUATION: Final[Key] = "evaluation"
 WAITING: Final[Key] = "waiting"
 """-1: the trajectory's group arrived complete; >= 0: the trajectory waits for the group of this number; `LEFT_OUT`
 (-2): it waited and was excluded from learning; `-3 - i`: it waited and then became trajectory number `i` that may be
-learned from.
+used for training.
 """
 FAILED_MEMBERS: Final[Key] = "failed_members"
 """The number of members reported failed, on one row of a waiting group."""

@@ -79,7 +79,7 @@ def export_store(
         batch_rows: the number of trajectories in memory at a time.
         on_batch: called with the number of trajectories written and the total number.
         skip_damaged: exclude trajectories that do not match their checksums; otherwise they are an error.
-        learnable: export only the rows that may be learned from: see
+        learnable: export only the rows that may be used for training: see
             `trajectory_store.recorder.learnable_rows`.
 
     Raises:

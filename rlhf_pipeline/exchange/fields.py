@@ -63,8 +63,8 @@ class Fields:
     ) -> None:
         self.row, self.field_paths, self.one_turn = row, field_paths or {}, one_turn
         self.for_display = for_display
-        """Whether the rows are only displayed: rows that cannot be learned from are then accepted, and excluded from
-        the loss.
+        """Whether the rows are only displayed: rows that cannot be used for training are then accepted, and excluded
+        from the loss.
         """
         self.path, self.number = path, number
         """The file, and the position of the row in it."""

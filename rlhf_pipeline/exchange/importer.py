@@ -97,7 +97,7 @@ class ImportReport:
         num_without_reward: trajectories whose reward is not finite.
         num_evaluations: trajectories of an evaluation, which are marked and never used for training.
         reward_sum: the sum of the finite rewards.
-        groups: the first reward of each group that is learned from; None if the group has two different rewards.
+        groups: the first reward of each group that is used for training; None if the group has two different rewards.
     """
 
     store: Path

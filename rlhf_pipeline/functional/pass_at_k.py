@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 def mean_interval(per_prompt: npt.NDArray[np.floating]) -> tuple[float, float | None, float | None]:
-    """Return the mean over prompts and its 95 % normal interval, `mean -+ 1.96 s / sqrt(n)`.
+    """Return the mean over prompts and its 95 % confidence interval, `mean -+ 1.96 s / sqrt(n)`.
 
     Prompts are the independent units, not completions: completions of one prompt are not independent.
 

@@ -478,7 +478,7 @@ class Learner:
             self._passed = (version, passed, int(every[passed - 1]) if passed else -1)
         young = (ages >= 0) & (ages <= oldest)
         graded = np.isfinite(store.read_scalars("task_reward", new_rows, checked=False))
-        # A NaN reward marks a trajectory whose reward call failed: stored, never learned from.
+        # A NaN reward marks a trajectory whose reward call failed: stored, never used for training.
         # Only the last row of an episode has a reward; the others are learned from with it.
         last = stored_last_rows(store, new_rows, checked=False)
         usable, left_out = young & graded, {"failed": int((young & ~graded & last).sum())}

@@ -112,7 +112,7 @@ class StepPlan:
         return (self.learns & (self.scored > 0) & (self.weights > 0)).numpy()
 
     def without_gradient(self) -> StepPlan:
-        """Return the same step with every row measured and none learned from."""
+        """Return the same step with every row measured and none used for training."""
         learns = torch.zeros_like(self.learns)
         return dataclasses.replace(self, learns=learns, batches=[], measured=[*self.batches, *self.measured])
 

@@ -40,10 +40,14 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         ),
     ),
     (
-        "What was collected",
+        "Collected trajectories",
         (
-            Figure("rollout", "", "number of the rollout that the step learns from, from 0"),
-            Figure("task_reward", "reward", "mean over the trajectories collected since the last step, before shaping"),
+            Figure("rollout", "", "number of the rollout that the step learns from; the first is 0"),
+            Figure(
+                "task_reward",
+                "reward",
+                "mean reward, before shaping, of the trajectories collected since the previous step",
+            ),
             Figure(
                 "num_failed", "trajectories", "number of these trajectories whose environment or reward function failed"
             ),
@@ -60,7 +64,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "with `collect.dynamic`: share of dropped groups among all groups up to the last required one",
             ),
             Figure(
-                "source_weight/N", "share", "with a curriculum: weight of source N, from 0, for the rollout's prompts"
+                "source_weight/N",
+                "share",
+                "with a curriculum: weight of source N (the first is 0) for the rollout's prompts",
             ),
             Figure("reward/NAME", "reward", "mean of the reward NAME where it applies, unweighted"),
             Figure(
@@ -69,7 +75,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "mean reward of the trajectories of one source of a mixture (named after its file, otherwise after its "
                 "class), or of one of several environments",
             ),
-            Figure("reward_failed/NAME", "trajectories", "failed trajectories without a value of the reward NAME"),
+            Figure("reward_failed/NAME", "trajectories", "failed trajectories without a value for the reward NAME"),
             Figure("failed/KIND", "trajectories", "trajectories without a reward, by `failure_reason`; omitted if 0"),
             Figure("rollout_s", "s", "time for sampling, grading and storing the rollout"),
             Figure("tokens_per_s", "tokens/s", "sampling speed during that time"),
@@ -80,8 +86,12 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
         "Evaluations of the weights after the step (for a named set: evaluation/SET/...)",
         (
             Figure("evaluation/reward", "reward", "mean over prompts of the mean reward of their completions"),
-            Figure("evaluation/reward_low", "reward", "lower end of its 95 % normal interval over prompts"),
-            Figure("evaluation/reward_high", "reward", "upper end"),
+            Figure(
+                "evaluation/reward_low",
+                "reward",
+                "lower end of its 95 % confidence interval over prompts (normal approximation)",
+            ),
+            Figure("evaluation/reward_high", "reward", "upper end of this interval"),
             Figure(
                 "evaluation/pass@K",
                 "share",
@@ -94,20 +104,26 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "evaluation/step",
                 "",
-                "step of the evaluated weights, if a collector evaluated them and this step is later",
+                "step of the evaluated weights, if a collector evaluated them and the line is for a later step",
             ),
-            Figure("evaluation/seconds", "s", "time of the evaluation"),
+            Figure("evaluation/seconds", "s", "duration of the evaluation"),
         ),
     ),
     (
         "The step's trajectories",
         (
             Figure("advantage_std", "", "standard deviation of the advantages"),
-            Figure("staleness", "steps", "mean age: `policy_version` minus the oldest version that sampled them"),
+            Figure(
+                "staleness", "steps", "mean age: `policy_version` minus the oldest version that sampled the trajectory"
+            ),
             Figure("staleness_max", "steps", "largest age"),
             Figure("use_count", "steps", "mean number of steps that have used a trajectory, including this step"),
             Figure("use_count_max", "steps", "maximum of this number"),
-            Figure("kl_k1", "nats/token", "KL of the behaviour policy against the reference, mean of `log p - log q`"),
+            Figure(
+                "kl_k1",
+                "nats/token",
+                "KL of the behaviour policy against the reference, estimated by the mean of `log p - log q`",
+            ),
             Figure("kl_k2", "nats/token", "the same, estimated by half the squared difference"),
             Figure("kl_k3", "nats/token", "the same, estimated by `q/p - 1 - log(q/p)`, which is never negative"),
             Figure("kl_per_trajectory", "nats", "`kl_k1` summed over a trajectory, mean over trajectories"),
@@ -146,13 +162,13 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "padding_efficiency", "share", "tokens divided by computed positions; above 1 if prompts are shared"
             ),
-            Figure("update_s", "s", "time of the step without the rollout"),
+            Figure("update_s", "s", "duration of the step, excluding the rollout"),
             Figure("update_tokens_per_s", "tokens/s", "`num_tokens` divided by `update_s`"),
             Figure("peak_memory_mb", "MB", "peak memory so far: of the GPU, or resident memory of the process"),
             Figure(
                 "mfu",
                 "share",
-                "useful operations per second, divided by `learn.peak_flops` or by the data sheet peak of a known GPU",
+                "useful operations per second, divided by `learn.peak_flops` or by the data-sheet peak of a known GPU",
             ),
         ),
     ),

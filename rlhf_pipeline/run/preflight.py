@@ -85,7 +85,7 @@ def check_prompts_and_reward(pipeline: Pipeline, seed: int) -> None:
 
 
 def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> None:
-    """Reject a set for evaluations with prompts that are learned from, or that the reward cannot grade."""
+    """Reject a set for evaluations with prompts that are used for training, or that the reward cannot grade."""
     evaluate, field = pipeline.evaluations[name], prompts_field(name)
     evaluate.sampling(pipeline.collect)  # rejects what the engine cannot do
     check_columns(bound_rewards(pipeline), field, evaluate.prompts)

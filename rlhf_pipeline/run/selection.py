@@ -123,7 +123,7 @@ def stores_of(replay: Replay) -> list[Address]:
     """Return where the stores to learn from are; the store of a run, if a run is named."""
     if not replay.stores:
         raise DefinitionError(
-            "no store to learn from: rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
+            "no store to learn from. Use rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
         )
     if replay.weights and len(replay.weights) != len(replay.stores):
         raise DefinitionError(

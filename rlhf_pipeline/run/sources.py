@@ -117,7 +117,7 @@ class ArrivedRollouts(_Collected):
         self._news = self._read_new
         """Returns the rollouts that have arrived since; may be running while a step is taken."""
         self._current: tuple[StoredRollout, Ints, int] | None = None
-        """The current rollout, its rows that have a reward, and how many have none."""
+        """The current rollout, its rows with a reward, and the number of rows without one."""
         self._digests: dict[int, int] = {}
         """Digests of the weights that this process published, by version, as far back as the staleness limit allows."""
 

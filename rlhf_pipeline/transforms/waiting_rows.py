@@ -60,7 +60,7 @@ class RowUpdate(NamedTuple):
     Attributes:
         rows: int64 `[n]`, row ids.
         columns: the values by column name.
-        complete: whether the rows can now be learned from.
+        complete: whether the rows can now be used for training.
     """
 
     rows: Ints

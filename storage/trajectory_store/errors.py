@@ -1,4 +1,4 @@
-"""The errors of the store, one tree; each class is also a standard error.
+"""The errors of the store, one tree; each subclass also derives from a built-in exception.
 
     StoreError
     +-- SchemaError (ValueError)              a schema or column definition is wrong
@@ -12,10 +12,10 @@
     +-- StoreBusyError (BlockingIOError)      another process has exclusive use of the store
     +-- StoreClosedError (ValueError)         used after close()
     +-- ReadOnlyError (PermissionError)       a write to a store that is open for reading only
-    +-- MissingRowError (LookupError)         an id is not, or no longer, in the store
+    +-- MissingRowError (LookupError)         an id is not in the store, or was removed from it
     |   +-- PlaceError (IndexError)           no row at this position in the order of arrival
     |   +-- SegmentGoneError                  the segment was removed since the last refresh
-    |   +-- SnapshotGoneError                 the values as of a snapshot were merged into later values
+    |   +-- SnapshotGoneError                 a merge removed the values as of a snapshot
     +-- WriteFailedError (OSError)            the disk is full or failing; no acknowledged row is lost
     |   +-- UnsyncedError                     the written rows are in the store, but may not be on the disk
     +-- ReadFailedError (OSError)             the file system could not read the data
@@ -79,7 +79,7 @@ class ReadOnlyError(StoreError, PermissionError):
 
 
 class MissingRowError(StoreError, LookupError):
-    """An id is not, or no longer, in the store."""
+    """An id is not in the store, or was removed from it."""
 
 
 class PlaceError(MissingRowError, IndexError):
@@ -91,7 +91,7 @@ class SegmentGoneError(MissingRowError):
 
 
 class SnapshotGoneError(MissingRowError):
-    """The values as of a snapshot were merged into later values."""
+    """A merge removed values as of a snapshot, because later updates replaced them."""
 
 
 class WriteFailedError(StoreError, OSError):

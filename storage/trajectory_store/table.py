@@ -34,7 +34,7 @@ class StoreTable(StoreReads):
     def as_of(self, snapshot: Snapshot) -> StoreTable:
         """Return a view of the rows and values of a snapshot, without later rows and later updates.
 
-        Reading raises SnapshotGoneError if updates have been merged into later ones since then, as `compact` does.
+        Reading raises SnapshotGoneError if a merge, such as `compact`, has removed superseded updates since then.
         """
         self._check_open()
         view = StoreTable(self.path, self._root, self._catalog, snapshot)

@@ -81,7 +81,9 @@ def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tm
     other.write_text(file.read_text())
     check_unchanged(RunFolder(run_dir), moved, 0)
     other.write_text(file.read_text() + "\n")
-    said = rf"prompts\.path was {file}, is {other}, whose content differs: its size was 68 bytes and is now 69\. Use"
+    said = (
+        rf"prompts\.path was {file}, is now {other}, whose content differs: its size was 68 bytes and is now 69\. Use"
+    )
     with pytest.raises(RunMismatchError, match=said):
         check_unchanged(RunFolder(run_dir), moved, 0)
 
@@ -129,7 +131,7 @@ def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_
     slower = dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, beta1=0.5))
     del record["pipeline"]["learn"]["beta1"]
     edited(run_dir, record)
-    with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9, is 0\.5"):
+    with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9, is now 0\.5"):
         check_unchanged(RunFolder(run_dir), slower, 0)
     record["pipeline"]["learn"]["beta2"] = 0.5
     edited(run_dir, record)
@@ -274,7 +276,7 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     assert list(continuation_notices(run, longer, device="cpu")) == []
     assert list(continuation_notices(run, pipeline)) == []
     assert [notice.split(":")[0] for notice in continuation_notices(run, pipeline, device="cuda")] == [
-        "device was cpu, is cuda"
+        "device was cpu, is now cuda"
     ]
     record = json.loads((run_dir / "config.json").read_text())
     record["versions"]["torch"] = "0.9"
@@ -294,4 +296,4 @@ def test_another_number_of_threads_is_reported(tmp_path):
     edited(run_dir, record)
     (notice,) = continuation_notices(RunFolder(run_dir), pipeline, device="cpu")
     before, now = torch.get_num_threads() + 3, torch.get_num_threads()
-    assert notice.startswith(f"threads was {before}, is {now} (to keep it: OMP_NUM_THREADS={before}): from now on")
+    assert notice.startswith(f"threads was {before}, is now {now} (to keep it: OMP_NUM_THREADS={before}): from now on")
