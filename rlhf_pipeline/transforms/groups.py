@@ -530,7 +530,7 @@ def graded_groups(
         turns: the rewards of each trajectory's turns, for an estimator that compares turns.
         named_rewards: the rewards one by one, for an estimator that takes them.
     """
-    finite, entry = scores.returns.isfinite(), estimator_entry(settings)
+    finite = scores.returns.isfinite()
     if batches is None and bool(finite.all()):
         parts: list[Any] = [slice(None)]
     else:
@@ -542,7 +542,7 @@ def graded_groups(
         advantages[part], degenerate[part] = group_advantage(
             returns,
             codes[part],
-            entry,
+            settings.estimator,
             lengths=lengths,
             named=None if named_rewards is None else named_rewards.take(part),
             resolution=FLOAT32_RESOLUTION,
