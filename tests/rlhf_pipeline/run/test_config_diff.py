@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from rlhf_pipeline import Prompt, Sample
+from rlhf_pipeline import Prompt, Reward, Sample, token_match
 from rlhf_pipeline.config_text import to_json
 from rlhf_pipeline.errors import RunMismatchError
 from rlhf_pipeline.run.config_diff import changes
@@ -73,6 +73,16 @@ def test_a_record_without_a_field_ran_with_its_default():
     sampled = dataclasses.replace(pipeline, sample=Sample(strategy="uniform", batch_size=4))
     (change,) = changes({key: value for key, value in record.items() if key != "sample"}, sampled)[:1]
     assert (change.field, change.was, change.now) == ("sample.batch_size", None, 4)
+
+
+def test_a_change_of_one_of_several_rewards_names_it_by_its_place():
+    """Not the whole list: the other reward is the same."""
+    before, after = (
+        tiny(reward=(Reward(token_match, name="a"), Reward(token_match, name="b", weight=weight)))
+        for weight in (1.0, 2.0)
+    )
+    (change,) = changes(to_json(before), after)
+    assert (change.field, change.was, change.now) == ("reward.1.weight", 1.0, 2.0)
 
 
 class Digits:
