@@ -79,7 +79,7 @@ def execute(args: argparse.Namespace) -> int:
             echo(f"  curve         reward {number(counts['reward_first'], 3)} -> {number(counts['reward_last'], 3)}")
         echo("\n".join(lines(counts)))
         for row in failed:
-            echo(f"  failed        for the reason: rlhf-pipeline show {typed(counts['address'])} --id {row['id']}")
+            echo(f"  failed        to see the reason: rlhf-pipeline show {typed(counts['address'])} --id {row['id']}")
         echo(f"  on disk       {counts['bytes'] / 1e6:.1f} MB")
         echo("\n".join(_check_lines(check) if check else [f"  rewards not graded again: {why_not}"]))
     return 0 if check is None or check["agrees"] else 1

@@ -460,7 +460,7 @@ class Mix(Settings):
                 len(self.weights) in (0, len(self.sources)),
                 f"{len(self.weights)} weights for {len(self.sources)} sources; set one weight per source, or none.",
             ),
-            (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; they must be equal."),
+            (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; set them equal in all sources."),
         ]
 
     @property

@@ -163,7 +163,7 @@ class ProgramConversation:
         if self.session.num_repeats:
             process_runtime().notice(
                 "an agent program repeated an earlier request and received the same response, because equal requests "
-                "are treated as retries. For another sample, set `n` or `seed`, or "
+                "are treated as retries. To draw another sample, set `n` or `seed`, or "
                 'AgentProgram(run, repeats="sample").',
                 once="repeated requests",
             )

@@ -212,7 +212,9 @@ def parse(body: bytes) -> ChatRequest:
             )
     count = present.get("n", 1)
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_CHOICES:
-        raise ChatError(f"n={count!r:.20} must be from 1 to {MOST_CHOICES}", param="n", code="unsupported_value")
+        raise ChatError(
+            f"n is {count!r:.20}; it must be between 1 and {MOST_CHOICES}", param="n", code="unsupported_value"
+        )
     options = present.get("stream_options")
     return ChatRequest(
         messages=_messages(present.get("messages")),

@@ -164,7 +164,7 @@ class Learner:
             if loss.settings.chooses_tokens:
                 raise DefinitionError(
                     "loss.top_entropy_quantile and loss.clip_cov select among all tokens of a step, which does not "
-                    "work with several processes. Set them to 1 and none."
+                    "work with several processes. Set loss.top_entropy_quantile=1 and loss.clip_cov=none."
                 )
         schema = buffer.store.schema
         if "advantage" in schema and schema["advantage"].ragged:

@@ -333,7 +333,7 @@ class LayoutScorer:
 
     def _pad_from_now_on(self, reason: str, *, is_chosen: bool = False) -> None:
         self.in_use = "padded"
-        text = f"layout {self.layout!r} does not fit this model: {reason}. Rows are padded from this step on."
+        text = f"layout {self.layout!r} is not suitable for this model: {reason}. Rows are padded from this step on."
         self._note(text, is_chosen=is_chosen)
 
     def _note(self, text: str, *, is_chosen: bool = False) -> None:
@@ -364,8 +364,8 @@ class LayoutScorer:
         packed, segments, window = len(packing.input_ids), packing.segments, _smallest_window(parts.trunk.config)
         if window is not None and segments.longest > window:
             self._note(
-                f"layout {self.layout!r} does not fit this model: its attention has a window of {window} and a row has "
-                f"{segments.longest} tokens. These rows are padded instead."
+                f"layout {self.layout!r} is not suitable for this model: its attention has a window of {window} and a "
+                f"row has {segments.longest} tokens. These rows are padded instead."
             )
         elif not auto or pays(packed=packed, segments=len(segments.starts)):
             return Arrangement(packing, [], packed)

@@ -157,7 +157,9 @@ class LocalSegment(Segment):
             self.release()
             self.close_log()
         if self.rows > self.meta.rows_cap:
-            raise CorruptionError(f"{self.folder}: a record covers {self.rows} rows of {self.meta.rows_cap}.")
+            raise CorruptionError(
+                f"{self.folder}: a record covers {self.rows} rows, but the segment has space for {self.meta.rows_cap}."
+            )
 
     def _take_all(self, promised: int | None) -> None:
         """Count every valid record of a writer that is gone, and find the commits that are not served.

@@ -39,7 +39,9 @@ def size_of(name: str, value: int | str | None, least: int = 1) -> int | None:
         return count_of(name, value, 1 << 62, least)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2].upper() not in _UNITS:
-        raise SchemaError(f"{name}={value!r} is not a size. Specify bytes, or text such as '20GB' or '512MiB'.")
+        raise SchemaError(
+            f"{name}={value!r} is not a size. Specify a number of bytes, or text such as '20GB' or '512MiB'."
+        )
     return count_of(name, int(float(match[1]) * _UNITS[match[2].upper()]), 1 << 62, least)
 
 

@@ -400,7 +400,7 @@ def _sampled(model: nn.Module) -> list[Any]:
 
 _REASONS = {
     "use_ray_service": (
-        "the reference runs in the process of the transform; to score in another process, write from there."
+        "the reference runs in the process of the transform; to score in another process, write from that process."
     ),
     "actor_name": "there is no Ray actor.",
     "detach": "a penalty in the reward has no graph; GRPOLoss(kl_to_ref_coeff=...) adds a KL term to the loss.",

@@ -329,7 +329,7 @@ def test_auto_reports_a_layout_that_fails_its_check(make_model):
     mlp.forward = MethodType(lambda self, x: plain(self, x) + running_mean(x), mlp)
     policy = compared_with_padded_rows(model, "auto", groups(prompt=180, completion=60))
     (notice,) = policy.layout_notices()
-    assert "layout 'auto' does not fit this model: log-probs differ from padded rows" in notice
+    assert "layout 'auto' is not suitable for this model: log-probs differ from padded rows" in notice
 
 
 def test_bfloat16_rows_stay_packed(make_model):
