@@ -14,8 +14,8 @@ HELP = "copy a store or a part of it to either backend"
 DETAILS = """\
 Copies all columns of the trajectories in the order of arrival, with updates applied. The copy is a separate store
 with new ids, not a run. trajectory_id is kept. With --backend zarr, the copy is sealed: it consists of sharded,
-zstd-compressed Zarr groups that plain Zarr can read, at half the size or less. Filters have the same syntax as for
-`export`.
+zstd-compressed Zarr groups that any Zarr library can read, at half the size or less. Filters have the same syntax as
+for `export`.
 
 examples:
   rlhf-pipeline copy runs/copy_digits --to archive --backend zarr

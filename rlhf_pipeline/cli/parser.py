@@ -24,7 +24,7 @@ COMMANDS = (
     *("compact", "report", "view", "status", "ls", "group", "ledger", "stats"),
     *("import", "export", "copy", "new-model", "doctor"),
 )
-"""In the order of `--help`; each command has a file of the same name."""
+"""The commands in the order of `--help`; each command has a file of the same name."""
 
 _DESCRIPTION = """\
 The data path of RL post-training: collect rollouts, store all of them, learn from them and inspect them.

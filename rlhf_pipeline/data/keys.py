@@ -117,7 +117,7 @@ COLUMN_OF_KEY: Final[dict[Key, str]] = {
     WAITING: "waiting",
     FAILED_MEMBERS: "failed_members",
 }
-"""The column on disk of each key. `("next", "reward")` has none: it is derived on read."""
+"""The column on disk for each key. `("next", "reward")` has none: it is derived on read."""
 
 KEY_OF_COLUMN: Final[dict[str, Key]] = {column: key for key, column in COLUMN_OF_KEY.items()}
 

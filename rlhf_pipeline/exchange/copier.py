@@ -26,7 +26,8 @@ def copy_store(
     """Create a store with the trajectories of another store, in the order of arrival, with their latest values.
 
     The ids of the store are new; `trajectory_id` and all other columns are unchanged. The target is either complete or
-    absent. With `backend="zarr"` it is sealed: it consists of sharded, zstd-compressed groups that plain Zarr can read.
+    absent. With `backend="zarr"` it is sealed: it consists of sharded, zstd-compressed groups that any Zarr
+    library can read.
 
     Args:
         store: an open store, or its folder.

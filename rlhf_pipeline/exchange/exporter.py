@@ -67,7 +67,7 @@ def export_store(
 
     All columns are written with their latest values (`update`), ragged columns as lists of numbers. Values that are
     only fills are null. The columns' definitions are stored in the Parquet file's metadata, or in a file next to the
-    others, so that `import_files` restores an equal store. The target is either complete or absent.
+    others, so that `import_files` restores an identical store. The target is either complete or absent.
 
     Args:
         store: an open store, or its folder.

@@ -452,7 +452,7 @@ def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, length
     """
     if int(lengths.sum()) != rewards.numel() or lengths.shape != group_ids.shape:
         raise DefinitionError(
-            f"lengths {list(lengths.shape)} add up to {int(lengths.sum())}, but group_ids is "
+            f"lengths has shape {list(lengths.shape)} and adds up to {int(lengths.sum())}, but group_ids has shape "
             f"{list(group_ids.shape)} and there are {rewards.numel()} rewards."
         )
     return group_advantage(rewards, torch.repeat_interleave(group_ids, lengths), "grpo")
@@ -504,8 +504,8 @@ def turn_advantage(
     """
     if int(turns.sum()) != rewards.numel() or turns.shape != group_ids.shape:
         raise DefinitionError(
-            f"turns {list(turns.shape)} add up to {int(turns.sum())}, but group_ids is {list(group_ids.shape)} and "
-            f"there are {rewards.numel()} rewards."
+            f"turns has shape {list(turns.shape)} and adds up to {int(turns.sum())}, but group_ids has shape "
+            f"{list(group_ids.shape)} and there are {rewards.numel()} rewards."
         )
     if not 0.0 <= discount <= 1.0:
         raise DefinitionError(f"discount is {discount}; it must be between 0 and 1.")

@@ -73,7 +73,7 @@ def full(item: Answer, *, max_tokens: int | None = None) -> Iterator[str]:
     rest = item["num_tokens"] - item["prompt_tokens"] - num - unknown
     between = f", {count(rest, 'token')} of replies" if rest else ""
     between += f", {count(unknown, 'token')} of unknown origin" if unknown else ""
-    total = f", log-prob {number(sum(mine))} in all, {number(sum(mine) / len(mine))} per token" if mine else ""
+    total = f", log-prob {number(sum(mine))} in total, {number(sum(mine) / len(mine))} per token" if mine else ""
     yield f"  {count(item['prompt_tokens'], 'prompt token')}, {count(num, 'completion token')}{between}{total}"
     yield from _token_table(item, max_tokens)
 

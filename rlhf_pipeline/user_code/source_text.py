@@ -32,7 +32,7 @@ class Import(NamedTuple):
     name: str
     """The name imported from the module; empty for the module itself."""
     level: int
-    """The number of dots of a relative import."""
+    """The number of leading dots in a relative import."""
 
     def __str__(self) -> str:
         return f"{'.' * self.level}{self.module}:{self.name}"

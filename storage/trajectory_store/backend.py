@@ -42,7 +42,9 @@ Rows = Int64Array | slice
 
 EDGES = np.dtype("V16")
 _FEW_ROWS, _DENSE = 64, 1 << 12
-"""At most this many rows, in a range of more than this many elements, are read individually if a file is not mapped."""
+"""If a file is not mapped, at most the first number of rows, in a range of more elements than the second, are read
+individually.
+"""
 _LONG = 1 << 14
 
 

@@ -264,7 +264,7 @@ class Bucket(ABC):
             raise WriteFailedError(
                 None,
                 f"putting {key} failed: {error}. All acknowledged rows are safe. It is unknown whether these rows "
-                "are in the store: append them again; the store checks this first",
+                "are in the store. Append them again: the store first checks whether they exist",
                 self.where,
             ) from error
 

@@ -263,7 +263,7 @@ class StoreTable(StoreReads):
     ) -> int:
         """Write trajectories to one Parquet file, streamed; values that were not given are null.
 
-        The columns' definitions are in its metadata: `TrajectoryStore.from_parquet` creates an equal store from the
+        The columns' definitions are in its metadata: `TrajectoryStore.from_parquet` creates an identical store from the
         file.
 
         Args:

@@ -215,7 +215,7 @@ def test_a_failing_object_store_loses_nothing(monkeypatch):
         row = {"x": [[n] * n], "n": [n]}
         flaky.left = 0
         for _ in range(2):
-            with pytest.raises(WriteFailedError, match="append them again") as caught:
+            with pytest.raises(WriteFailedError, match="Append them again") as caught:
                 store.append(row)
         assert isinstance(caught.value, OSError)
         flaky.left = 10**9

@@ -168,7 +168,7 @@ def test_wrong_arguments_are_named(arguments, message):
 
 def test_step_lengths_must_add_up():
     """Lengths that do not add up to the number of rewards are refused with both numbers."""
-    with pytest.raises(DefinitionError, match="add up to 3"):
+    with pytest.raises(DefinitionError, match="adds up to 3"):
         whitened_step_rewards(torch.zeros(4), torch.tensor([0, 0]), torch.tensor([1, 2]))
 
 
@@ -347,7 +347,7 @@ def test_who_takes_rewards_one_by_one():
 def test_turns_that_do_not_fit_are_refused():
     """Turns that do not add up, and a discount out of range."""
     groups = torch.tensor([0, 0])
-    with pytest.raises(DefinitionError, match="add up to 3"):
+    with pytest.raises(DefinitionError, match="adds up to 3"):
         turn_advantage(torch.zeros(4), groups, torch.tensor([1, 2]))
     with pytest.raises(DefinitionError, match="discount is"):
         turn_advantage(torch.zeros(3), groups, torch.tensor([1, 2]), discount=1.5)

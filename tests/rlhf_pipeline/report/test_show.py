@@ -62,7 +62,7 @@ def test_full_shows_each_token():
     text = "\n".join(lines)
     assert "trajectory 7: group 3, policy version 4, finished by length" in text
     assert "reward 0.5000, advantage -0.2500, learned from in step 2, 3" in text
-    assert "2 prompt tokens, 2 completion tokens, log-prob -2.08 in all, -1.04 per token" in text
+    assert "2 prompt tokens, 2 completion tokens, log-prob -2.08 in total, -1.04 per token" in text
     assert [line.split() for line in lines[-2:]] == [
         ["2", "12", "b", "policy", "-0.6931", "0.500"],
         ["3", "13", "c", "policy", "-1.3863", "0.250"],
@@ -73,7 +73,7 @@ def test_tokens_of_replies_are_neither_the_prompts_nor_the_policys():
     """After the prompt only what the policy produced is the completion's."""
     item = one(mask=[0, 0, 1, 0], log_probs=[None, None, math.log(0.5), None], tokens=1, steps=[])
     lines = list(full(item))
-    assert "2 prompt tokens, 1 completion token, 1 token of replies, log-prob -0.69 in all" in "\n".join(lines)
+    assert "2 prompt tokens, 1 completion token, 1 token of replies, log-prob -0.69 in total" in "\n".join(lines)
     assert [line.split()[3] for line in lines[-3:]] == ["prompt", "policy", "reply"]
     assert list(brief([item]))[1].split()[3] == "1"
     assert "learned" not in "\n".join(lines)
