@@ -305,8 +305,8 @@ class EnginePolicy:
     def _check_sampling(self, temperature: float) -> None:
         if isinstance(getattr(self.wrapper, "model", None), nn.Module):
             raise DefinitionError(
-                "TransformersWrapper sets the log-prob of the first sampled token to 0, which ratios would use, and "
-                "CausalLMPolicy does not support its model. Sample with another model, or score the samples again."
+                "TransformersWrapper sets the log-prob of the first sampled token to 0, so ratios would be wrong, and "
+                "CausalLMPolicy does not support this model. Sample with another model, or score the samples again."
             )
         engine = getattr(self.wrapper, "model", None)
         for name in ("llm_engine", "model_config", "logprobs_mode"):
