@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ class Catalog:
         """Read new commits, new segments and removals, but no commits of `own`: only this process appends to it."""
         with self.lock:
             growing = [s for s in self.every_segment if not s.finished and s.ordinal != own]
-            self.medium.bucket.beside(self.journal.catch_up, lambda: self._read_commits(growing))
+            self.medium.bucket.beside(self.journal.catch_up, partial(self._read_commits, growing))
             changed = self.journal.state.number != self.state.number
             if changed or any(isinstance(failed.error, OSError) for failed in self.failed.values()):
                 self._take_state()

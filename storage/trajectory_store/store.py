@@ -380,7 +380,8 @@ class TrajectoryStore(StoreTable):
         if not batch.n_rows:
             return np.empty(0, np.int64)
         if self._catalog.medium.complete:  # elsewhere a refresh costs as much as the append
-            self._catalog.follow_others(self._stream.ordinal)
+            writer = self._stream.writer
+            self._catalog.follow_others(None if writer is None else writer.ordinal)
         return self._commit(self._stream, batch, self.schema, self._on_segment)
 
     @settled

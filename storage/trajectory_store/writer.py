@@ -71,7 +71,8 @@ class Stream:
         """The number of segments that were begun."""
         self._first: tuple[int, int] = (0, 0)
         self._names: frozenset[str] = frozenset()
-        self._writer: SegmentWriter | None = None
+        self.writer: SegmentWriter | None = None
+        """The writer of the current segment, if there is one."""
         self._ending: SegmentWriter | None = None
         self._rows: dict[int, int] = {}
         """The rows of ended segments whose number of rows is not yet in the catalog."""
@@ -79,11 +80,6 @@ class Stream:
         self._lock = threading.RLock()
         fork_safety.guard(self, 0, self._lock)
         self._pid = os.getpid()
-
-    @property
-    def ordinal(self) -> int | None:
-        """The ordinal of the current segment, if there is one."""
-        return None if self._writer is None else self._writer.ordinal
 
     def begin(self) -> None:
         """Begin a call of this thread: no commit is its own yet."""
@@ -96,7 +92,7 @@ class Stream:
         """
         with self._lock:
             self._leave_parent()
-            writer = self._writer
+            writer = self.writer
             if writer is not None and writer.pending:
                 self._end_writer(writer)
                 self._catalog.refresh_segment(writer.ordinal)  # its last commit may have been counted only now
@@ -107,7 +103,7 @@ class Stream:
         except OSError as error:
             fs.pass_external(error)
             with self._lock:
-                if self._writer is writer:
+                if self.writer is writer:
                     self._end_writer(writer)
             raise fs.unsynced(error, self._catalog.medium.where) from error
         self._catalog.medium.bucket.check_unmoved()  # else the rows are in a folder that is not read
@@ -136,7 +132,7 @@ class Stream:
                 writer.commit(batch.fitted(writer.meta.schema), now, self._catalog.state.number)
             except SealedError:  # another process ended the segment: the rows go to a new one
                 writer.abandon()
-                self._writer = None
+                self.writer = None
                 continue
             except OSError as error:
                 fs.pass_external(error)
@@ -151,7 +147,7 @@ class Stream:
             return place
 
     def _writer_for(self, batch: Batch, schema: Schema, begin: Callable[[int], None] | None) -> SegmentWriter:
-        writer = self._writer
+        writer = self.writer
         if writer is not None and self._names.issuperset(batch.values) and writer.fits(batch):
             return writer
         if writer is not None:
@@ -166,7 +162,7 @@ class Stream:
         if self.durability == "process":
             self._end_last()
             self._rows[writer.ordinal] = writer.rows
-            self._ending, self._writer = writer, None
+            self._ending, self.writer = writer, None
             thread = threading.Thread(target=writer.finish, name="trajectory-end")
             with suppress(RuntimeError):  # no thread can be started now: who ends the next segment ends this one
                 thread.start()
@@ -211,7 +207,7 @@ class Stream:
         except BaseException:
             self._end_writer(writer)
             raise
-        self._writer = writer  # only now: nothing is committed to a segment that `begin` was not called for
+        self.writer = writer  # only now: nothing is committed to a segment that `begin` was not called for
         return writer
 
     def _claim(self, ordinal: int, salt: int) -> int:
@@ -242,8 +238,8 @@ class Stream:
         """End a segment after the last commit that its log holds; after an error this overwrites a torn record."""
         writer.finish()
         self._rows[writer.ordinal] = writer.rows
-        if self._writer is writer:
-            self._writer = None
+        if self.writer is writer:
+            self.writer = None
 
     def _end_last(self) -> None:
         """Wait until the segment before is ended, or end it: its thread may not have begun."""
@@ -255,10 +251,10 @@ class Stream:
         """After a fork: close the parent's files and leave its segments alone."""
         if self._pid == os.getpid():
             return
-        for writer in (self._ending, self._writer):
+        for writer in (self._ending, self.writer):
             if writer is not None:
                 writer.abandon()
-        self._ending = self._writer = None
+        self._ending = self.writer = None
         self._pid = os.getpid()
 
     def close(self) -> None:
@@ -266,13 +262,13 @@ class Stream:
         with self._lock:
             self._leave_parent()
             self._end_last()
-            writer = self._writer
+            writer = self.writer
             if writer is not None:
                 try:
                     self._end_writer(writer)
                 except WriteFailedError:  # whether its last commit is there is not known: upkeep finds out
                     writer.abandon()
-                    self._writer = None
+                    self.writer = None
             if self._rows:
                 self._note_rows()
 

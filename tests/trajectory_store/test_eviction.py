@@ -317,7 +317,7 @@ def test_a_segment_is_evicted_while_another_process_ends_it(tmp_path):
     dead.append({"n": range(4)})
     with TrajectoryStore.open(tmp_path / "s", "a") as other:
         other.append({"n": range(4, 8)})
-        dead._stream._writer.abandon()  # as after a kill
+        dead._stream.writer.abandon()  # as after a kill
         evicted = []
 
         def evict(call):

@@ -187,7 +187,7 @@ def test_after_a_failed_sync_no_other_thread_reports_success(tmp_path, monkeypat
     schema = Schema([Column("n", "int64")])
     with TrajectoryStore.create(tmp_path / "s", schema, durability="group") as store:
         store.append({"n": [0]})
-        writer = store._stream._writer
+        writer = store._stream.writer
         writer.commit(prepare(schema, {"n": [1]}), 0, 0)
         Syncs(monkeypatch).left = 0
         for _ in range(2):
