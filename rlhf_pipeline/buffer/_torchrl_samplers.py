@@ -195,6 +195,6 @@ def check_consuming(sampler: Any) -> None:
     kind = type(sampler)
     if kind.__name__ == "ConsumingSampler" and not isinstance(sampler, TrajectorySampler):
         raise DefinitionError(
-            "TorchRL's ConsumingSampler works on lists and tensors only; pass rlhf_pipeline.buffer.samplers."
+            "TorchRL's ConsumingSampler works only on lists and tensors; pass rlhf_pipeline.buffer.samplers."
             f"ConsumingSampler(max_sample_count={sampler.max_sample_count}), which counts the uses in the store."
         )

@@ -34,7 +34,7 @@ class Causes:
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
-        """The number of each cause."""
+        """The number assigned to each cause."""
         self._ids, self._codes = array("q"), array("i")
         """The trajectories, ascending, and the number of the cause of each."""
 

@@ -215,7 +215,7 @@ def _reduced(reduce: np.ufunc, values: Array, lengths: npt.NDArray[np.int64], em
 
 
 def total(rows: RaggedArray) -> Array:
-    """Return the sum of each row without its NaN: 0 of an empty row."""
+    """Return the sum of each row, ignoring NaN; 0 for an empty row."""
     values, lengths = _without_nan(rows)
     if values.dtype.kind == "f":
         return _reduced(np.add, values.astype(np.float64, copy=False), lengths, 0.0)
@@ -235,13 +235,13 @@ def _extreme(reduce: np.ufunc) -> Callable[[RaggedArray], Array]:
 
 
 smallest: Final = _extreme(np.minimum)
-"""The smallest element of each row without its NaN; NaN of an empty row."""
+"""The smallest element of each row, ignoring NaN; NaN for an empty row."""
 largest: Final = _extreme(np.maximum)
-"""The largest element of each row without its NaN; NaN of an empty row."""
+"""The largest element of each row, ignoring NaN; NaN for an empty row."""
 
 
 def mean(rows: RaggedArray) -> Array:
-    """Return the mean of each row without its NaN; NaN of an empty row."""
+    """Return the mean of each row, ignoring NaN; NaN for an empty row."""
     return divide(total(rows), _without_nan(rows)[1])
 
 

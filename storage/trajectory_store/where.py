@@ -90,7 +90,7 @@ def evaluate(condition: str, source: Operands) -> npt.NDArray[np.bool_]:
 
     An expression is comparisons of columns, numbers and texts, joined by `and`, `or`, `not`; `in (1, 2)`; `+ - * / %`;
     `column is None`; `isnan(column)`; `len(column)`, and of a ragged column of numbers `sum`, `min`, `max` and `mean`
-    of a row, without its NaN; of a text `'part' in column`, `column.startswith('x')`, `column.endswith('x')`, and
+    of a row, ignoring NaN; of a text `'part' in column`, `column.startswith('x')`, `column.endswith('x')`, and
     `column.contains('x')`, which takes ASCII letters of either case. A row has no value, so that it `is None`, where
     none was given, or it is NaN or an empty text.
 

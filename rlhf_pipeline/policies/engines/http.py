@@ -512,7 +512,7 @@ class _ServerCall:
             spans = choice["weight_versions"]
             starts = [int(span["start"]) for span in spans]
             if not starts or starts[0] != 0 or starts != sorted(set(starts)) or spans[-1]["end"] != len(tokens):
-                raise ValueError(f"weight_versions {spans} of {len(tokens)} tokens")
+                raise ValueError(f"weight_versions {spans} do not cover the {len(tokens)} tokens")
             for span, start, end in zip(spans, starts, [*starts[1:], len(tokens)], strict=True):
                 versions += [self._engine.version_of(span["version"])] * (end - start)
         return Row(tokens, [token["logprob"] for token in content], versions, reason)
