@@ -380,8 +380,7 @@ class TrajectoryStore(StoreTable):
         if not batch.n_rows:
             return np.empty(0, np.int64)
         if self._catalog.medium.complete:  # elsewhere a refresh costs as much as the append
-            writer = self._stream.writer
-            self._catalog.follow_others(None if writer is None else writer.ordinal)
+            self._catalog.follow_others(self.segment)
         return self._commit(self._stream, batch, self.schema, self._on_segment)
 
     @settled
@@ -529,7 +528,8 @@ class TrajectoryStore(StoreTable):
     @property
     def segment(self) -> int | None:
         """The number of the segment that this process appends rows to, or None if it has none open."""
-        return self._stream.ordinal
+        writer = self._stream.writer
+        return None if writer is None else writer.ordinal
 
     def on_segment(self, begin: Callable[[int], None] | None) -> None:
         """Register a function to call with the number of each new segment of this process, before its first commit.

@@ -78,7 +78,7 @@ def test_a_batch_that_is_not_a_rollout_is_refused(tmp_path):
     """An estimator over a batch has to be told what the batch is, and a collector has rollouts."""
     with pytest.raises(DefinitionError, match="they need batch_groups"):
         MCAdvantage(4, estimator="reinforce_pp")
-    with pytest.raises(DefinitionError, match="the others do not use it"):
+    with pytest.raises(DefinitionError, match="other estimators do not use it"):
         MCAdvantage(4, batch_groups=4)
     with pytest.raises(DefinitionError, match="batch_groups=8, but a rollout has 4 groups"):
         collector(tmp_path, transform=MCAdvantage(4, estimator="reinforce_pp", batch_groups=8))

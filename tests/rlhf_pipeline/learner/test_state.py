@@ -106,9 +106,9 @@ def test_whole_weights_load_into_shards(tmp_path, mesh):
     load_weights(tmp_path, target)
     assert torch.equal(target.weight.full_tensor(), source.weight)
     assert torch.equal(target.bias.full_tensor(), source.bias)
-    with pytest.raises(RuntimeError, match=r"weight of shape \[3, 5\] is not in it"):
+    with pytest.raises(RuntimeError, match=r"weight of shape \[3, 5\] is not in the file"):
         load_weights(tmp_path, sharded(nn.Linear(5, 3), mesh))
-    with pytest.raises(RuntimeError, match=r"0\.weight of shape \[3, 4\] is not in it"):
+    with pytest.raises(RuntimeError, match=r"0\.weight of shape \[3, 4\] is not in the file"):
         load_weights(tmp_path, sharded(nn.Sequential(nn.Linear(4, 3)), mesh))
 
 

@@ -188,11 +188,14 @@ def test_a_reply_costs_what_is_new(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "written"),
     [
-        ("{% for m in messages if m.role != 'tool' %}{{ m.content }};{% endfor %}", "none where 2 "),
-        ("{% for m in messages | sort(attribute='role', reverse=true) %}{{ m.content }}{% endfor %}", "none where 2 "),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }};{% endfor %}", "none instead of 2 "),
+        (
+            "{% for m in messages | sort(attribute='role', reverse=true) %}{{ m.content }}{% endfor %}",
+            "none instead of 2 ",
+        ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[0].content }}",
-            r"2 \(tool\), 0 \(user\) where",
+            r"2 \(tool\), 0 \(user\) instead of",
         ),
     ],
     ids=["left out", "moved to the front", "said again"],

@@ -266,7 +266,7 @@ def test_a_run_without_a_store_is_empty(run_dir: Path):
     view = View(run_dir)
     about = view.about()
     assert (about["stored"], about["step"], view.changes()["watermark"]) == (0, None, 0)
-    with pytest.raises(MissingPathError, match=r"is gone|has stored nothing yet"):
+    with pytest.raises(MissingPathError, match=r"is gone|has not stored any trajectories yet"):
         view.trajectories()
 
 

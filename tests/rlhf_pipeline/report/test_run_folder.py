@@ -58,5 +58,5 @@ def test_run_or_store(run_dir: Path):
         open_run_or_store(run_dir)
     for name in ("metrics.jsonl", "ledger.jsonl"):
         (run_dir / name).unlink()
-    with pytest.raises(MissingPathError, match="has stored nothing yet"):
+    with pytest.raises(MissingPathError, match="has not stored any trajectories yet"):
         open_run_or_store(run_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_pipeline.errors import RunStorageError
-from rlhf_pipeline.run.disk import DiskWatch, Room, disk_usage
+from rlhf_pipeline.run.disk import DiskSpace, DiskWatch, disk_usage
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.start import run
 from tests.moments import at_call
@@ -15,10 +15,11 @@ from tests.rlhf_pipeline.small import Clock, tiny, weights
 def test_what_is_left_is_the_smaller_of_disk_and_budget():
     """A budget that is used up leaves nothing, and without one the disk is the limit."""
     left = [
-        Room(free=900, used=used, allowed=allowed).left for used, allowed in ((300, 1000), (50, 1000), (1200, 1000))
+        DiskSpace(free=900, used=used, allowed=allowed).left
+        for used, allowed in ((300, 1000), (50, 1000), (1200, 1000))
     ]
     assert left == [700, 900, 0]
-    assert Room(free=900, used=1200, allowed=None).left == 900
+    assert DiskSpace(free=900, used=1200, allowed=None).left == 900
 
 
 def test_it_says_once_that_a_day_is_left(tmp_path):

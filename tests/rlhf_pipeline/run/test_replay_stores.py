@@ -176,7 +176,7 @@ def test_what_was_gathered_is_reported_and_recorded(tmp_path):
     run(offline(store, steps=1), run_dir=tmp_path / "run", on_event=events.append)
     (said,) = [event.message for event in events if isinstance(event, Notice)]
     assert said == (
-        "gathered 3 trajectories of 1 store; 3 received behaviour log-probs from the initial policy; 3 got an "
+        "gathered 3 trajectories of 1 store; 3 received behaviour log-probs from the initial policy; 3 received an "
         "advantage; "
         "1 have no reward and were skipped"
     )

@@ -86,7 +86,7 @@ def test_every_documented_argument_is_there(transform):
 @pytest.mark.parametrize("name", ["candidate_group_size", "candidate_selection_min_size", "candidate_selector"])
 def test_a_choice_of_candidates_is_refused(name):
     """With what to do instead; None, which asks for nothing, is taken, and a slip is named."""
-    with pytest.raises(DefinitionError, match=f"{name}: a group has all trajectories"):
+    with pytest.raises(DefinitionError, match=f"{name}: a group contains all trajectories"):
         MCAdvantage(2, **{name: 4})
     assert MCAdvantage(2, **{name: None}).grpo_size == 2
     with pytest.raises(DefinitionError, match="Did you mean 'keep_return_bounds'"):

@@ -527,7 +527,7 @@ def test_wrong_batches():
     with pytest.raises(DataError, match="8 positions"):
         rollout.generate(batch([[5] * 5]))
     data = batch([[5]])
-    with pytest.raises(DataError, match="generated must be"):
+    with pytest.raises(DataError, match="generated must have shape"):
         rollout.create_rollout_td(data, torch.zeros(1, 3), torch.zeros(1, 4, 1), torch.zeros(1, 4))
 
 
