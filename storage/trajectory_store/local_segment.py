@@ -891,5 +891,5 @@ def read_meta(folder: Path, salt: int | None = None) -> SegmentMeta:
 def assert_local(segment: Segment) -> LocalSegment:
     """Return the segment, checked to be a local one."""
     if not isinstance(segment, LocalSegment):
-        raise TypeError(f"{segment.name} is not a segment of a local disk")
+        raise TypeError(f"{segment.name} is not a segment on a local disk")
     return segment

@@ -164,7 +164,7 @@ def test_a_member_that_is_sent_again_begins_no_group(open_buffer, make_rows, tog
         open_buffer(MCAdvantage(2)).extend(lazy_stack(part))
     rb = open_buffer(MCAdvantage(2))
     with pytest.raises(
-        DataError, match="trajectory_id 1 arrived again in group 0, which is closed and contains it: it is row"
+        DataError, match="trajectory_id 1 arrived again in group 0, which is closed and already contains it"
     ):
         rb.extend(lazy_stack([rows[2], rows[1]]))
     assert (rb.waiting(), len(rb.store)) == ([], 2)
