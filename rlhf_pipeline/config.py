@@ -76,11 +76,13 @@ class TinyPolicy(Settings):
     num_heads: int = setting(4, min=1, help="Number of attention heads per layer.")
     chat_template: str | None = setting(
         None,
-        help="The tokenizer's chat template: the path of a Jinja file, or the template's text. Required for an "
+        help="The tokenizer's chat template: the path of a Jinja file, or the template itself. Required for an "
         "environment with tools.",
     )
     response_template: dict[str, Any] | None = setting(
-        None, help="How tool calls are parsed: the `response_template` of a transformers tokenizer."
+        None,
+        help="The tokenizer's `response_template`, in the format of transformers. It defines how tool calls are "
+        "parsed.",
     )
     lora_rank: int = setting(
         0,
@@ -116,7 +118,9 @@ class PretrainedPolicy(Settings):
         "requires network access.",
     )
     chat_template: str | None = setting(
-        None, help="A chat template that replaces the tokenizer's: the path of a Jinja file, or the template's text."
+        None,
+        help="A chat template that replaces the tokenizer's template: the path of a Jinja file, or the template "
+        "itself.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -126,8 +130,8 @@ class PretrainedPolicy(Settings):
     lora_rank: int = setting(
         0,
         min=0,
-        help="Rank of the LoRA adapters; 0 trains all weights. If above 0, only the adapters are trained, and the "
-        "model with its adapters disabled is the reference, so no second model is needed. Requires peft.",
+        help="Rank of the LoRA adapters; 0 trains all weights. A rank above 0 trains only the adapters and requires "
+        "peft. The reference is then the same model with its adapters disabled, so no second model is needed.",
     )
     lora_alpha: float = setting(32.0, above=0, help="The adapters' output is scaled by `lora_alpha / lora_rank`.")
     lora_targets: str = setting(
@@ -162,9 +166,10 @@ class Collect(Settings):
     dynamic: int = setting(
         1,
         min=1,
-        help="Dynamic sampling (DAPO, arXiv:2503.14476): maximum number of rounds of `prompts_per_rollout` prompts per "
-        "rollout. The rollout keeps the first groups whose rewards are not all equal. If there are too few after "
-        "the last round, groups with equal rewards fill the rollout. 1 keeps every group.",
+        help="Maximum number of sampling rounds per rollout, each with `prompts_per_rollout` prompts (dynamic "
+        "sampling; DAPO, arXiv:2503.14476). The rollout keeps the first groups whose rewards are not all equal. "
+        "If there are too few of these groups after the last round, groups with equal rewards fill the rollout. "
+        "1 keeps every group.",
     )
     dynamic_by: str | None = setting(
         None,
@@ -181,22 +186,21 @@ class Collect(Settings):
     max_row_tokens: int | None = setting(
         None,
         min=2,
-        help=(
-            "With an environment: maximum total number of tokens in the prompt, turns and replies; None uses the "
-            "model's context length."
-        ),
+        help="With an environment: maximum total number of tokens in the prompt, the turns and the replies; None uses "
+        "the model's context length.",
     )
     step_timeout_s: float | None = setting(
         60.0,
         above=0,
-        help="With an environment: seconds after which a call fails (`timeout`); None sets no limit.",
+        help="With an environment: number of seconds after which a call fails with the reason `timeout`; None sets no "
+        "limit.",
     )
     reply_after: int = setting(
         32,
         min=0,
-        help="For an environment with `async def step` or `parallel = True`: number of token steps between the end of "
-        "a turn and the step at which its reply is used. Calls run in the meantime, and sampling waits only for "
-        "replies that are due. The rows that share a batch therefore depend only on the data.",
+        help="For an environment with `async def step` or `parallel = True`: number of sampling steps, with one token "
+        "per slot, between the end of a turn and the use of its reply. Calls run in the meantime, and sampling "
+        "waits only for replies that are due. Therefore, only the data determines which rows share a batch.",
     )
     call_threads: int = setting(
         256,
@@ -209,14 +213,15 @@ class Collect(Settings):
         None,
         min=1,
         help="With an environment: maximum number of conversations, and therefore of environments, that exist at the "
-        "same time. The conversations of a rollout run in batches of this size. None starts all of them together.",
+        "same time. The conversations of a rollout run in batches of this size. None starts all conversations "
+        "together.",
     )
     history: Literal["sampled", "rewritten"] = setting(
         "sampled",
-        help="With an environment and a chat template that rewrites earlier turns, for example by removing their "
-        "thinking: `sampled` continues the row, so the policy reads the tokens that it sampled; `rewritten` "
-        "passes the output of the template to the policy, and starts a new row of the episode if the output "
-        "differs from the current row. See docs/environments.md.",
+        help="How earlier turns of a conversation are passed to the policy if the chat template rewrites them, for "
+        "example by removing their thinking. `sampled` passes the tokens that the policy sampled, and continues "
+        "the row. `rewritten` passes the output of the template, and starts a new row of the episode if the "
+        "output differs from the current row. See docs/environments.md.",
     )
     max_reply_tokens: int | None = setting(
         None,
@@ -252,27 +257,28 @@ class Collect(Settings):
     top_k: int = setting(
         0,
         min=0,
-        help="Sample from the `top_k` most probable tokens; 0 for all. `top_k`, `top_p` and `min_p` require "
-        "`engine=slots`. The store then also contains the log of the probability mass from which each token was "
-        "sampled (`support_log_mass`).",
+        help="Sample from the `top_k` most probable tokens; 0 uses all tokens. `top_k`, `top_p` and `min_p` require "
+        "`engine=slots`. With any of them, the store also contains the log of the total probability of the "
+        "tokens from which each token was sampled (`support_log_mass`).",
     )
     top_p: float = setting(
         1.0,
         above=0,
         max=1,
-        help=(
-            "Sample from the smallest set of most probable tokens whose total probability is at least this value; 1 "
-            "for all."
-        ),
+        help="Sample from the smallest set of most probable tokens whose total probability is at least this value; 1 "
+        "uses all tokens.",
     )
     min_p: float = setting(
         0.0,
         min=0,
         max=1,
-        help="Sample from the tokens whose probability is at least this share of the largest probability; 0 for all.",
+        help="Sample from the tokens whose probability is at least this share of the largest probability; 0 uses all "
+        "tokens.",
     )
     stop: tuple[str, ...] = setting(
-        (), help="Stop strings. A completion ends at the token that completes one of them. Every engine supports them."
+        (),
+        help="Strings that end a completion. The completion ends at the token that completes the string. Every engine "
+        "supports stop strings.",
     )
     keep_stop: bool = setting(
         True, help="Whether the text passed to the reward includes the stop string; the tokens always include it."
@@ -300,11 +306,11 @@ class Collect(Settings):
     refresh_weights_every: int = setting(
         0,
         min=0,
-        help="For a collector that runs next to a learner: number of sampled tokens per slot between two checks for "
-        "newer weights; 0 loads weights only between rollouts. Unfinished completions continue with the newer "
-        "weights. Each log-prob is computed with the weights that sampled its token. The caches of the prompt and "
-        "of earlier tokens are recomputed with the new weights, and the store records which weights sampled each "
-        "token. With a server, the collector checks twice per second instead.",
+        help="For a collector that runs in parallel with a learner: number of sampled tokens per slot between two "
+        "checks for newer weights; 0 loads weights only between rollouts. Unfinished completions continue with "
+        "the newer weights. Each log-prob is computed with the weights that sampled its token. The cache of the "
+        "prompt and the earlier tokens is recomputed with the newer weights. The store records which weights "
+        "sampled each token. With a vLLM server, the collector checks twice per second instead.",
     )
 
     reward_concurrency: int = setting(
@@ -315,7 +321,7 @@ class Collect(Settings):
     reward_timeout_s: float | None = setting(
         300.0,
         above=0,
-        help="Seconds after which a reward call fails (`timeout`); None sets no limit.",
+        help="Number of seconds after which a reward call fails with the reason `timeout`; None sets no limit.",
     )
     skip_special_tokens: bool = setting(
         False,
@@ -373,31 +379,38 @@ class WritePath(Settings):
         "grpo",
         help="How the returns of a group are converted to advantages; the formulas are in "
         "`rlhf_pipeline.functional.advantage`. `reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's "
-        "`scale_rewards=batch`) divide by the standard deviation over the rollout, or, with `replay`, over all "
-        "gathered trajectories. `turn_grpo` computes an advantage for each turn of a conversation from the "
-        "rewards of that turn and later turns. `gdpo` normalises each named reward within its group, and then the "
-        "weighted sum over the rollout. A custom function (`EstimatorFunction` in the same module) is also "
-        "accepted; on the command line, specify `FILE.py:NAME`.",
+        "`scale_rewards=batch`) divide by the standard deviation over the rollout. With `replay`, they divide by "
+        "the standard deviation over all gathered trajectories. `turn_grpo` computes an advantage for each turn "
+        "of a conversation from the rewards of that turn and later turns. `gdpo` normalises each named reward "
+        "within its group, and then the weighted sum over the rollout. A custom function (`EstimatorFunction` in "
+        "the same module) is also accepted; on the command line, specify `FILE.py:NAME`.",
     )
     turn_discount: float = setting(
-        1.0, min=0, max=1, help="With `turn_grpo`: weight of the next turn's advantage in the advantage of a turn."
+        1.0,
+        min=0,
+        max=1,
+        help="With `turn_grpo`: factor by which the advantage of the next turn is multiplied before it is added to "
+        "the advantage of a turn.",
     )
     episode_return: Literal["sum", "verl", "skyrl"] = setting(
         "sum",
-        help="How the return of an episode with several rows is computed; all its rows have the same advantage. `sum`: "
-        "the rewards of all rows, minus the penalty of each token. `verl`: the rewards of the last row, minus the "
-        "penalty of its tokens. `skyrl`: the reward of the last turn, minus the penalty of its tokens. With one "
-        "row and one turn, all three are the same.",
+        help="How the return of an episode with several rows is computed. All rows of the episode have the same "
+        "advantage. `sum`: the rewards of all rows, minus the KL penalties of all tokens. `verl`: the rewards of "
+        "the last row, minus the KL penalties of its tokens. `skyrl`: the reward of the last turn, minus the KL "
+        "penalties of its tokens. For an episode with one row and one turn, all three are equal.",
     )
     kl_coef: float = setting(
-        0.0, min=0, help="Weight of the k1 penalty in the reward. With 0, the reward needs no reference model."
+        0.0,
+        min=0,
+        help="Weight of the KL penalty (estimator k1) in the reward. With 0, the reward needs no reference model.",
     )
     kl_target: float | None = setting(
         None,
         above=0,
-        help="Target of the adaptive controller: the mean KL per trajectory, in nats. None keeps `kl_coef` constant.",
+        help="Mean KL per trajectory, in nats, that the adaptive controller of `kl_coef` aims for. None keeps "
+        "`kl_coef` constant.",
     )
-    kl_horizon: int = setting(10_000, min=1, help="Horizon of the adaptive controller, in trajectories.")
+    kl_horizon: int = setting(10_000, min=1, help="Horizon of the adaptive controller of `kl_coef`, in trajectories.")
     zero_variance: Literal["keep", "drop", "mark"] = setting(
         "keep",
         help="How to treat a group whose returns are all equal (with a KL penalty: equal up to rounding): `keep` "
@@ -406,13 +419,14 @@ class WritePath(Settings):
     min_group_size: int | None = setting(
         None,
         min=1,
-        help="Minimum number of members for a group to close after `group_timeout_s`; None waits for all members.",
+        help="Minimum number of members with which a group may close after `group_timeout_s`; None waits for all "
+        "members.",
     )
     group_timeout_s: float | None = setting(
         None,
         min=0,
-        help="Seconds after the arrival of a group's first member at which the group may close early; None disables "
-        "early closing. Requires `min_group_size`.",
+        help="Number of seconds, counted from the arrival of its first member, after which a group may close early; "
+        "None disables early closing. Requires `min_group_size`.",
     )
 
     @property
@@ -455,8 +469,8 @@ class Buffer(Settings):
     )
     durability: Literal["process", "power", "group"] = setting(
         "process",
-        help="The failures that an acknowledged trajectory survives: with `process`, `kill -9`; with `power` and "
-        "`group`, also a power loss.",
+        help="The failures that an acknowledged trajectory survives. With `process`, it survives `kill -9`. With "
+        "`power` and `group`, it also survives a power loss.",
     )
     max_trajectories: int | None = setting(
         None,
@@ -466,15 +480,15 @@ class Buffer(Settings):
     max_bytes: int | None = setting(
         None,
         min=1,
-        help="Maximum size of the run folder on disk, in bytes; None uses all free space. The run warns one day before "
-        "it reaches the limit at its current rate. It saves a checkpoint and stops before another step and its "
-        "checkpoint would exceed the limit.",
+        help="Maximum size of the run folder on disk, in bytes; None uses all free space. The run warns one day "
+        "before it would reach the limit at the current rate. If another step and its checkpoint would exceed "
+        "the limit, the run saves a checkpoint and stops.",
     )
     max_staleness: int = setting(
         0,
         min=0,
-        help="Maximum age of a sampled trajectory, in optimizer steps since the oldest weights that produced it. The "
-        "steps on the newest rollout are always allowed.",
+        help="Maximum age of a trajectory in a batch: the number of optimizer steps since the oldest weights that "
+        "produced the trajectory. Steps on the newest rollout are always allowed.",
     )
 
 
@@ -487,28 +501,34 @@ class Sample(Settings):
 
     strategy: Strategy | Callable[..., Any] = setting(
         "fresh",
-        help="`fresh` uses all trajectories within the age limit; in a run, these are the trajectories of the newest "
-        "rollout. With `replay`, it uses every trajectory once per epoch, in a new order in each epoch, with "
-        "groups kept together and `batch_size` trajectories per step. The other strategies draw `batch_size` "
-        "trajectories. `uniform` draws with equal probability, `recency` by age, and `priority` by the size of "
-        "the advantage and by age. `group` draws complete groups, `success` complete groups with a medium success "
-        "rate, and `variance` complete groups whose rewards vary. `mix` draws a part from the newest rollout "
-        "and the rest by age. `anchored` uses the complete newest rollout in its first step, and draws a batch by "
-        "age in the other steps of `learn.epochs`. See `rlhf_pipeline.buffer.samplers`. A custom function "
-        "(`StrategyFunction` in the same module) is also accepted; on the command line, specify `FILE.py:NAME`.",
+        help="`fresh` uses all trajectories within the age limit. In a run, these are the trajectories of the newest "
+        "rollout. With `replay`, `fresh` uses every trajectory once per epoch, `batch_size` trajectories per "
+        "step. The order is new in each epoch, and groups are kept together. The other strategies draw "
+        "`batch_size` trajectories. `uniform` draws with equal probability. `recency` prefers recent "
+        "trajectories. `priority` prefers recent trajectories with a large absolute advantage. `group` draws "
+        "complete groups. `success` draws complete groups with a medium success rate. `variance` draws complete "
+        "groups whose rewards vary. `mix` draws a part of the batch from the newest rollout and the rest in the "
+        "same way as `recency`. `anchored` uses the complete newest rollout in the first step on this rollout. "
+        "In the other steps of `learn.epochs`, `anchored` draws a batch in the same way as `recency`. See "
+        "`rlhf_pipeline.buffer.samplers`. A custom function (`StrategyFunction` in the same module) is also "
+        "accepted; on the command line, specify `FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
         None,
         min=1,
-        help="Number of trajectories per step; None uses the number of trajectories in a rollout. With `fresh`, "
-        "allowed only for `replay`; see `learn.minibatches`.",
+        help="Number of trajectories per step; None uses the number of trajectories in a rollout. With `fresh`, it "
+        "can be set only for `replay`; in a run, use `learn.minibatches`.",
     )
     tau: float | None = setting(
         None,
         above=0,
         help="Age, in optimizer steps, at which a trajectory's probability has fallen to 1/e; None ignores the age.",
     )
-    alpha: float = setting(1.0, min=0, help="Exponent of the advantage (`priority`) or of the variance (`variance`).")
+    alpha: float = setting(
+        1.0,
+        min=0,
+        help="Exponent of the absolute advantage (for `priority`) or of the reward variance (for `variance`).",
+    )
     fresh_fraction: float = setting(
         0.5,
         min=0,
@@ -516,22 +536,22 @@ class Sample(Settings):
         help="For `mix`: the share of a batch that comes from the newest rollout.",
     )
     max_uses: int | None = setting(
-        None, min=1, help=("Maximum number of steps that use the same trajectory; None sets no limit.")
+        None, min=1, help="Maximum number of steps that can use the same trajectory; None sets no limit."
     )
     min_ess: float | None = setting(
         None,
         above=0,
         max=1,
-        help="Trajectories of the same age are down-weighted if their effective sample size, as a share of their "
-        "tokens, is below this value; see `rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass "
-        "for a stale batch. None weights all trajectories equally.",
+        help="Effective sample size, as a share of tokens, below which the trajectories of the same age have a lower "
+        "weight in the loss; see `rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass for a "
+        "stale batch. None weights all trajectories equally.",
     )
     skip_below_ess: float = setting(
         0.1,
         min=0,
         max=1,
-        help="Trajectories of the same age are excluded if their effective sample size, as a share of their tokens, is "
-        "below this value. Requires `min_ess`.",
+        help="Effective sample size, as a share of tokens, below which the trajectories of the same age are excluded. "
+        "Requires `min_ess`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -569,18 +589,18 @@ class Replay(Settings):
     epochs: float | None = setting(
         None,
         above=0,
-        help="Stop when each gathered trajectory has been used `epochs` times on average. With None, only "
+        help="Stop when the gathered trajectories have been used `epochs` times on average. With None, only "
         "`learn.steps` limits the run.",
     )
     skip_damaged: bool = setting(
         False,
-        help="Skip and count trajectories that do not match their checksums. If false, any such "
-        "trajectory is an error.",
+        help="Skip and count trajectories that do not match their checksums. If false, any such trajectory causes an "
+        "error.",
     )
     recorded_order: bool = setting(
         False,
-        help="At step k, learn from the same trajectories as step k of the run that filled the store, selected by "
-        "policy version. Requires exactly one store.",
+        help="Repeat the steps of the run that filled the store: step k uses the same trajectories as step k of that "
+        "run, selected by policy version. Requires exactly one store.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -605,12 +625,15 @@ class Evaluate(Settings):
     num_prompts: int = setting(
         64,
         min=1,
-        help=("Number of prompts: the first prompts of the source in a fixed order, or all if there are fewer."),
+        help="Number of prompts. An evaluation uses the first prompts of the source in a fixed order, or all prompts "
+        "if the source has fewer.",
     )
     group_size: int = setting(1, min=1, help="Number of completions per prompt; pass@k needs at least k completions.")
     temperature: float = setting(1.0, min=0, help=("Sampling temperature; 0 selects the most probable token."))
     top_k: int | None = setting(
-        None, min=0, help="Sample from the `top_k` most probable tokens; 0 for all, None uses `collect.top_k`."
+        None,
+        min=0,
+        help="Sample from the `top_k` most probable tokens; 0 uses all tokens, and None uses `collect.top_k`.",
     )
     top_p: float | None = setting(
         None,
@@ -643,15 +666,15 @@ class Evaluate(Settings):
     )
     best: str | None = setting(
         None,
-        help="The figure that selects the best weights: `reward` (the mean), `pass@K` for any K up to `group_size`, or "
-        "the name of a reward or component. None uses `reward`. With several sets, the set that specifies `best` "
-        "selects the weights, otherwise the first set.",
+        help="The metric by which the best weights are selected: `reward` (the mean), `pass@K` for any K up to "
+        "`group_size`, or the name of a reward or component. None uses `reward`. With several sets, the best "
+        "weights are selected on the set that specifies `best`, or on the first set if none does.",
     )
     at_start: bool = setting(True, help="Whether to evaluate the initial weights of the run.")
     keep_best: bool = setting(
         True,
-        help="Save a checkpoint of the best evaluated weights, and keep it in addition to the newest checkpoints. The "
-        "best weights have the highest value of `best`; if several are equal, the earliest are kept.",
+        help="Save a checkpoint of the best evaluated weights, and keep this checkpoint in addition to the newest "
+        "checkpoints. The best weights have the highest value of `best`; in a tie, the earliest are kept.",
     )
 
     def sampling(self, collect: Collect) -> Collect:
@@ -710,25 +733,26 @@ class DPPO(Settings):
     low: float | None = setting(
         None,
         above=0,
-        help="Maximum divergence of a token that has become less likely since sampling. None uses 0.2 for `tv` and "
+        help="Maximum divergence for a token that has become less likely since sampling. None uses 0.2 for `tv` and "
         "0.05 for `kl`.",
     )
     high: float | None = setting(
         None,
         above=0,
-        help="Maximum divergence of a token that has become more likely since sampling. None uses the same values as "
-        "for `low`.",
+        help="Maximum divergence for a token that has become more likely since sampling. None uses 0.2 for `tv` and "
+        "0.05 for `kl`.",
     )
     mask: Literal["harmful", "both"] = setting(
         "harmful",
-        help="Outside the trust region, a token has no policy loss if its gradient would increase the divergence "
-        "(`harmful`, as in the paper), or regardless of the sign of its advantage (`both`).",
+        help="Which tokens outside the trust region are excluded from the policy loss. `harmful` excludes the tokens "
+        "whose gradient would increase the divergence, as in the paper. `both` excludes all tokens outside the "
+        "trust region.",
     )
     ratio_cap: float | None = setting(
         20.0,
         min=1,
-        help="Upper bound of the ratio of policy to sampler, which weights a token's gradient. verl uses 20. None sets "
-        "no bound, as in the paper.",
+        help="Upper bound on the ratio of policy to sampler, by which a token's gradient is weighted. verl uses 20. "
+        "None sets no bound, as in the paper.",
     )
 
     @property
@@ -762,12 +786,12 @@ class GRPO(Settings):
     objective: Objective | Callable[..., Any] = setting(
         "grpo",
         help="`grpo`: PPO's clip on token ratios. `cispo`: CISPO's clipped weight. `gspo`: PPO's clip on sequence "
-        "ratios; clip at about 3e-4. `sapo`: SAPO's smooth gate without a clip. `gmpo`: the geometric mean of "
-        "clipped ratios; use `aggregation=sequence_mean`, and clip the ratio's logarithm at about 0.4 in both "
-        "directions. `dppo`: a mask for tokens on which policy and sampler diverge; see `loss.dppo`. `vespo`: a "
-        "smooth function of a completion's importance weight; see `loss.vespo`. A custom function "
-        "(`ObjectiveFunction` in `rlhf_pipeline.functional.objectives`) is also accepted; on the command line, "
-        "specify `FILE.py:NAME`.",
+        "ratios; set `clip_low` and `clip_high` to about 3e-4. `sapo`: SAPO's smooth gate without a clip. "
+        "`gmpo`: the geometric mean of clipped ratios; use `aggregation=sequence_mean`, and clip the ratio's "
+        "logarithm at about 0.4 in both directions. `dppo`: a mask for tokens on which policy and sampler "
+        "diverge; see `loss.dppo`. `vespo`: a smooth function of a completion's importance weight; see "
+        "`loss.vespo`. A custom function (`ObjectiveFunction` in `rlhf_pipeline.functional.objectives`) is also "
+        "accepted; on the command line, specify `FILE.py:NAME`.",
     )
     clip_low: float | None = setting(
         None,
@@ -779,81 +803,88 @@ class GRPO(Settings):
     clip_high: float = setting(0.2, above=0, help="The ratio of policy to sampler is clipped above `1 + clip_high`.")
     aggregation: Aggregation = setting(
         "token_mean",
-        help="How the losses of tokens are aggregated. `token_mean`: the mean over all tokens. `sequence_mean`: the "
-        "mean over completions of each completion's token mean. `group_mean`: the mean over groups of each "
-        "group's token mean, so every prompt has the same weight. `sequence_sum`: the mean over completions of "
-        "each completion's token sum. `dr_grpo` (Dr. GRPO): `sequence_sum` divided by a fixed length.",
+        help="How token losses are aggregated. `token_mean`: the mean over all tokens. `sequence_mean`: the mean over "
+        "completions of each completion's token mean. `group_mean`: the mean over groups of each group's token "
+        "mean, so every prompt has the same weight. `sequence_sum`: the mean over completions of each "
+        "completion's token sum. `dr_grpo` (Dr. GRPO): `sequence_sum` divided by a fixed length.",
     )
     dppo: DPPO = setting(factory=DPPO, help="The trust region of `objective=dppo`.")
     vespo: VESPO = setting(factory=VESPO, help="The weight of `objective=vespo`.")
     entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy bonus in the objective.")
     kl_to_ref_coeff: float = setting(
-        0.0, min=0, help=("Weight of a KL term in the loss, in addition to the KL penalty in the reward.")
+        0.0,
+        min=0,
+        help="Weight of a KL term in the loss. The term is independent of the KL penalty in the reward "
+        "(`write.kl_coef`).",
     )
     kl_estimator: KLEstimator = setting(
         "k3+",
-        help="Estimator of the KL term in the loss: `k3+` has the value of k3 and the gradient of k2, which is correct "
-        "on-policy.",
+        help="Estimator of the KL term in the loss; the formulas are in `rlhf_pipeline.functional.kl`. `k3+` combines "
+        "the value of k3 with the gradient of k2, which is correct on-policy.",
     )
     kl_importance_weight: bool = setting(
         False,
-        help="Weight the KL term in the loss by the ratio of policy to sampler, for stale trajectories.",
+        help="For stale trajectories: weight the KL term in the loss by the ratio of policy to sampler.",
     )
     dual_clip: float | None = setting(
         None,
         above=1,
-        help="If the advantage A is negative, the loss is at most `-dual_clip * A`. The paper uses 3.",
+        help="If the advantage A is negative, the loss is at most `-dual_clip * A`. arXiv:1912.09729 uses 3.",
     )
-    delta: float | None = setting(None, above=1, help="Upper bound of the unclipped ratio.")
+    delta: float | None = setting(
+        None,
+        above=1,
+        help="Upper bound on the ratio in the unclipped term of PPO's loss; must be above `1 + clip_high`.",
+    )
     tis_cap: float | None = setting(
         None,
         above=0,
         help="Truncated importance sampling: weight the policy loss by `min(exp(trainer - sampler log-prob), "
         "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses the "
-        "trajectory. Later steps use them as the reference of the clip. Requires an additional forward pass per "
-        "trajectory.",
+        "trajectory. Later steps clip the ratio relative to these log-probs. Requires an additional forward pass "
+        "per trajectory.",
     )
     tis_level: Level = setting(
         "token",
-        help="For `tis_cap`: one weight per token (`token`), or one weight per completion, the product over its tokens "
-        "(`sequence`).",
+        help="For `tis_cap`: `token` uses one weight per token. `sequence` uses one weight per completion, the "
+        "product over its tokens.",
     )
-    tis_floor: float | None = setting(None, min=0, help="Lower bound of the `tis_cap` weight.")
+    tis_floor: float | None = setting(None, min=0, help="Lower bound on the `tis_cap` weight.")
     icepop: MaskLevel | None = setting(
         None,
-        help="Weight tokens (`token`) or entire completions in the policy loss by `exp(trainer - sampler log-prob)` if "
-        "it is between `icepop_low` and `icepop_high`, otherwise by 0. For a completion, the weight is the "
-        "geometric mean (`sequence`) or the product (`product`) over its tokens. With `tis_cap`, the `tis_cap` "
-        "weight is used within the bounds.",
+        help="Weight each token (`token`) or each completion (`sequence`, `product`) in the policy loss by the ratio "
+        "`exp(trainer - sampler log-prob)`. The weight is 0 if the ratio is not between `icepop_low` and "
+        "`icepop_high`. The ratio of a completion is the geometric mean (`sequence`) or the product (`product`) "
+        "over its tokens. If `tis_cap` is also set, the `tis_cap` weight is used within the bounds.",
     )
-    icepop_low: float = setting(0.5, min=0, help="Lower bound; see `icepop`.")
-    icepop_high: float = setting(5.0, above=0, help="Upper bound; see `icepop`.")
+    icepop_low: float = setting(0.5, min=0, help="Lower bound on the ratio; see `icepop`.")
+    icepop_high: float = setting(5.0, above=0, help="Upper bound on the ratio; see `icepop`.")
     off_policy_threshold: float | None = setting(
         None,
         above=0,
         help="Exclude completions with a negative advantage from the policy loss if the mean of `sampler - current "
-        "log-prob` over their tokens is above this value, in nats (DeepSeek-V3.2). Requires a second computation "
-        "of the head.",
+        "log-prob` over their tokens is above this value, in nats (DeepSeek-V3.2). Requires computing the "
+        "model's output head twice.",
     )
     top_entropy_quantile: float = setting(
         1.0,
         above=0,
         max=1,
         help="Share of a step's tokens, selected by highest entropy, that have a policy loss. arXiv:2506.01939 uses "
-        "0.2. Averages still include the other tokens, as in TRL. Requires an additional forward pass and a "
+        "0.2. The other tokens still count in averages, as in TRL. Requires an additional forward pass and a "
         "single process.",
     )
     clip_cov: float | None = setting(
         None,
         above=0,
         max=1,
-        help="Share of a step's tokens (at least one token) to exclude from the policy loss. They are drawn from "
-        "the tokens whose covariance of log-prob and advantage is between `clip_cov_low` and `clip_cov_high`. "
-        "arXiv:2505.22617 uses 0.0002. The other tokens keep their weight, as in verl. Only for `grpo`. Requires "
-        "an additional forward pass and a single process.",
+        help="Share of a step's tokens (at least one token) to exclude from the policy loss. The excluded tokens are "
+        "drawn from the tokens whose covariance of log-prob and advantage is between `clip_cov_low` and "
+        "`clip_cov_high`. arXiv:2505.22617 uses 0.0002. The other tokens keep their weight, as in verl. Only for "
+        "`grpo`. Requires an additional forward pass and a single process.",
     )
-    clip_cov_low: float = setting(1.0, help="Lower bound; see `clip_cov`.")
-    clip_cov_high: float = setting(5.0, help="Upper bound; see `clip_cov`.")
+    clip_cov_low: float = setting(1.0, help="Lower bound on the covariance; see `clip_cov`.")
+    clip_cov_high: float = setting(5.0, help="Upper bound on the covariance; see `clip_cov`.")
     sapo_tau_positive: float = setting(1.0, above=0, help="For `sapo`: steepness of the gate for a positive advantage.")
     sapo_tau_negative: float = setting(
         1.05, above=0, help="For `sapo`: steepness of the gate for a negative advantage or an advantage of 0."
@@ -932,7 +963,7 @@ class Learn(Settings):
         min=1,
         help="Number of random, disjoint parts into which each pass divides a rollout, with one optimizer step per "
         "part. Only for `sample.strategy=fresh`. With `replay` and no `sample.batch_size`, a step uses as many "
-        "trajectories as one part contains.",
+        "trajectories as one part of a rollout contains.",
     )
     episode_weight: Literal["one", "rows"] = setting(
         "one",
@@ -965,17 +996,17 @@ class Learn(Settings):
     weight_decay: float = setting(
         0.0,
         min=0,
-        help="Decoupled weight decay of AdamW. It does not apply to norms, biases and position embeddings.",
+        help="Decoupled weight decay of AdamW. It does not apply to norms, biases or position embeddings.",
     )
     beta1: float = setting(0.9, min=0, below=1, help="Decay of AdamW's first moment.")
     beta2: float = setting(0.95, min=0, below=1, help="Decay of AdamW's second moment.")
-    eps: float = setting(1e-8, above=0, help="Added to the square root of AdamW's second moment.")
+    eps: float = setting(1e-8, above=0, help="The constant that is added to the square root of AdamW's second moment.")
     max_grad_norm: float = setting(
         1.0, above=0, help="Maximum gradient norm. A larger gradient is scaled down to this norm."
     )
     optimizer: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
-        help="`adamw_8bit` keeps the moments in 8 bits and requires torchao or bitsandbytes.",
+        help="`adamw_8bit` stores the moments in 8 bits and requires torchao or bitsandbytes.",
     )
     offload_optimizer: bool = setting(
         False,
@@ -983,7 +1014,7 @@ class Learn(Settings):
     )
     activation_checkpointing: bool = setting(
         False,
-        help="Recompute each layer in the backward pass, which saves memory but requires a third more computation.",
+        help="Recompute each layer in the backward pass. This saves memory but requires a third more computation.",
     )
     reference_every: int = setting(
         0,
@@ -1000,7 +1031,8 @@ class Learn(Settings):
     token_budget: int = setting(
         16_384,
         min=1,
-        help="Maximum number of padded tokens in one forward pass; a step runs as many passes as it needs.",
+        help="Maximum number of tokens, including padding, in one forward pass; a step runs as many passes as it "
+        "needs.",
     )
     layout: Literal["auto", "padded", "packed", "prefix_shared"] = setting(
         "auto",
@@ -1012,8 +1044,8 @@ class Learn(Settings):
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
         help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a training step. The results "
-        "are the same up to rounding. Sampling is never compiled. `auto` compiles on CUDA, except modules that "
-        "fail a check.",
+        "are the same up to rounding. Sampling is never compiled. `auto` compiles on CUDA unless a compiled "
+        "module fails a comparison with the uncompiled module.",
     )
     stop_at_reward: float | None = setting(
         None,
@@ -1027,19 +1059,19 @@ class Learn(Settings):
     peak_flops: float | None = setting(
         None,
         above=0,
-        help="The device's peak floating-point operations per second, for the metric `mfu`. None uses the data sheet "
+        help="The device's peak floating-point operations per second, for the metric `mfu`. None uses the data-sheet "
         "value of a recognised GPU. If there is no such value, as on a CPU, the metric is omitted.",
     )
     metrics: tuple[Callable[..., Any], ...] = setting(
         (),
-        help="Functions (`MetricFunction` in `rlhf_pipeline.learner.metrics`) that add custom figures to the metrics "
-        "of each step; on the command line, specify `FILE.py:NAME`.",
+        help="Functions (`MetricFunction` in `rlhf_pipeline.learner.metrics`) that add custom metrics to each step; "
+        "on the command line, specify `FILE.py:NAME`.",
     )
     keep_token_figures: bool = setting(
         False,
         help="Store the policy's log-prob and entropy of each token when a step uses it, so that `view` can show the "
-        "ratio and entropy. A later step replaces the values. Requires an additional forward pass per step and 8 "
-        "bytes per token.",
+        "ratio and entropy. A later step that uses the token replaces the values. Requires an additional forward "
+        "pass per step and 8 bytes per token.",
     )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,
@@ -1132,24 +1164,26 @@ class Pipeline(Settings):
     reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
         help="A function `(prompt, completion, answer, meta) -> float`, a function with other arguments, or several "
-        "functions, each passed directly or as `Reward(function, weight=, name=)`; see docs/rewards.md. If a call "
-        "raises an exception, its trajectory fails and the run continues. Not needed with `replay`.",
+        "functions. Pass each function directly or as `Reward(function, weight=, name=)`; see docs/rewards.md. "
+        "If a call raises an exception, its trajectory fails and the run continues. Not needed with `replay`.",
     )
     environment: Callable[..., Any] | dict[str, Any] | None = setting(
         None,
         help="The environment that replies to the policy's turns: a class with `reset` and `step`, tools, an "
-        "environment from another library, or a dict of environments, selected by the `environment` column of the "
-        "prompts; see docs/environments.md. With None, a trajectory has one turn.",
+        "environment from another library, or a dict of environments. For a dict, the `environment` column of "
+        "the prompts selects the environment. See docs/environments.md. With None, a trajectory has one turn.",
     )
     description: str = setting("", help="A one-line description for `rlhf-pipeline list`.")
-    needs: str = setting("nothing", help="Prerequisites, as one phrase for `rlhf-pipeline list`.")
+    needs: str = setting("nothing", help="The prerequisites, as one phrase, for `rlhf-pipeline list`.")
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
     write: WritePath = setting(factory=WritePath, help="How a trajectory is processed before it is stored.")
     buffer: Buffer = setting(factory=Buffer, help="The store of trajectories.")
     sample: Sample = setting(factory=Sample, help="The trajectories that a step learns from.")
     loss: GRPO = setting(factory=GRPO, help="The loss.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the training loop.")
-    replay: Replay | None = setting(None, help="Learn from stores without sampling. With None, the run samples.")
+    replay: Replay | None = setting(
+        None, help="Learn from stores without sampling. With None, the run samples completions."
+    )
     evaluate: Evaluate | dict[str, Evaluate] | None = setting(
         None,
         help='Evaluate the policy regularly on separate prompts, in one set or in several named sets, `{"gsm8k": '

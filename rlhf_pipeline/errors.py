@@ -80,7 +80,7 @@ class PipelineError(Exception):
 
 
 class DefinitionError(PipelineError, ValueError):
-    """A pipeline definition, an override or an argument is wrong."""
+    """A pipeline definition, an override or an argument is invalid."""
 
 
 class UnsupportedError(DefinitionError, NotImplementedError):
@@ -104,7 +104,7 @@ class MissingKeyError(DataError, KeyError):
 
 
 class IncompleteError(DataError, RuntimeError):
-    """A trajectory has no end."""
+    """A trajectory is incomplete: its last step is missing."""
 
 
 class PromptTypeError(DataError, TypeError):
@@ -112,7 +112,7 @@ class PromptTypeError(DataError, TypeError):
 
 
 class MissingPathError(PipelineError, FileNotFoundError):
-    """A given folder or file does not exist."""
+    """The specified folder or file does not exist."""
 
 
 class RunExistsError(PipelineError, FileExistsError):
@@ -120,7 +120,7 @@ class RunExistsError(PipelineError, FileExistsError):
 
 
 class LeaseLostError(RunExistsError):
-    """This process was stalled for so long that another process has taken over; its further writes are discarded."""
+    """This process stalled for so long that another process took over. Later writes of this process are discarded."""
 
 
 class RunMismatchError(PipelineError, ValueError):
@@ -136,15 +136,15 @@ class RewardError(PipelineError, RuntimeError):
 
 
 class StopAskedError(PipelineError, RuntimeError):
-    """A signal requested a stop while reward calls were running; their rollout is sampled again later."""
+    """A signal requested a stop while reward calls were running. The rollout is sampled again later."""
 
 
 class EngineError(PipelineError, RuntimeError):
-    """An engine outside this process is unreachable, or returns an invalid response."""
+    """An external engine is unreachable or returned an invalid response."""
 
 
 class ProcessFailedError(PipelineError, RuntimeError):
-    """A process of a run failed repeatedly; acknowledged trajectories are kept."""
+    """A process of a run failed repeatedly. Acknowledged trajectories are kept."""
 
 
 def refuse_unknown(

@@ -62,16 +62,17 @@ def errors_page() -> Iterator[str]:
     yield "# Errors"
     yield ""
     yield "This page lists every error class of the packages. It is generated from the classes:"
-    yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. A message reports the value, its location,"
-    yield "and the next command or setting. Each subclass of the two base classes also derives from a built-in"
-    yield "exception, so `except ValueError` works. A command prints the message and exits with code 2; `--debug`"
-    yield "shows the traceback. For the most frequent errors, see [troubleshooting.md](troubleshooting.md)."
+    yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. An error message reports the value, its"
+    yield "location, and the command or setting to use next. Each subclass of the two base classes also derives from"
+    yield "a built-in exception, so `except ValueError` works. A command prints the message and exits with code 2;"
+    yield "`--debug` also shows the traceback. For the most frequent errors, see"
+    yield "[troubleshooting.md](troubleshooting.md)."
     for title, module, root in (
         ("Errors of the pipeline", of_pipeline, of_pipeline.PipelineError),
         ("Errors of the store", of_store, of_store.StoreError),
     ):
-        yield from ("", f"## {title}", "", "`" + f"{module.__name__}`.", "")
-        yield from ("| error | is also | when |", "|---|---|---|")
+        yield from ("", f"## {title}", "", f"Import these classes from `{module.__name__}`.", "")
+        yield from ("| error | also derives from | condition |", "|---|---|---|")
         yield from _rows(module, root, 0)
 
 

@@ -253,9 +253,9 @@ class Prompts(Settings):
 
     path: str = setting(
         "",
-        help="A file, a folder or a glob pattern. Supported formats: JSON Lines, a JSON array, CSV, Parquet and Arrow, "
-        "each optionally compressed with gzip, and datasets saved with `datasets`. Relative paths are relative to "
-        "the working directory.",
+        help="A file, a folder or a glob pattern. Supported formats are JSON Lines, JSON arrays, CSV, Parquet, Arrow, "
+        "and datasets saved with `datasets`. Files can be compressed with gzip. Relative paths are resolved "
+        "against the working directory.",
     )
     _: KW_ONLY
     rows: RowsInMemory | Iterable[Mapping[str, Any]] | None = setting(
@@ -273,7 +273,8 @@ class Prompts(Settings):
     )
     meta_fields: tuple[str, ...] | None = setting(
         None,
-        help="The columns that are passed to the reward as `meta`; None passes all columns except prompt and answer.",
+        help="The columns that are passed to the reward as `meta`; None passes all columns except the prompt and the "
+        "answer.",
     )
     system: str | None = setting(
         None,
@@ -287,8 +288,8 @@ class Prompts(Settings):
     )
     skip: tuple[Skip, ...] | Skip = setting(
         (),
-        help="Rows to skip and count instead of rejecting them: `too_long` (longer than the model's context or "
-        "`max_prompt_tokens`), `empty` (no text), `no_answer` (the answer is missing or null).",
+        help="Rows that are skipped and counted instead of causing an error: `too_long` (longer than the model's "
+        "context or `max_prompt_tokens`), `empty` (no text), `no_answer` (the answer is missing or null).",
     )
     max_prompt_tokens: int | None = setting(
         None, min=1, help="Maximum number of tokens in a prompt; None uses the model's context length."
@@ -405,12 +406,12 @@ class Curriculum(Settings):
             "reward."
         ),
     )
-    success_at: float = setting(1.0, help="The minimum reward of a correct completion.")
+    success_at: float = setting(1.0, help="The minimum reward at which a completion counts as correct.")
     least: float = setting(
         0.1,
         above=0,
         max=1,
-        help=("The share of its weight that a source keeps if all or none of its prompts are solved."),
+        help="The share of its weight that a source keeps if each of its prompts is either always or never solved.",
     )
 
     def weight(self, base: float, success: Sequence[float]) -> float:
@@ -447,7 +448,9 @@ class Mix(Settings):
         (), above=0, help="One weight per source; if empty, all sources have the same weight."
     )
     curriculum: Curriculum | None = setting(
-        None, help="Adjusts the weights to the stored success rates; see `Curriculum`. None keeps the weights constant."
+        None,
+        help="Adjusts the weights according to the stored success rates; see `Curriculum`. None keeps the weights "
+        "constant.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:

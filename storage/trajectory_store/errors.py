@@ -35,7 +35,7 @@ class StoreError(Exception):
 
 
 class SchemaError(StoreError, ValueError):
-    """A schema or a column definition is wrong."""
+    """A schema or a column definition is invalid."""
 
 
 class UnknownColumnError(SchemaError):
@@ -43,7 +43,7 @@ class UnknownColumnError(SchemaError):
 
 
 class TokenizerNotFoundError(SchemaError, FileNotFoundError):
-    """The given tokenizer folder does not exist."""
+    """The specified tokenizer folder does not exist."""
 
 
 class BatchError(StoreError, ValueError):
@@ -63,7 +63,7 @@ class NotAStoreError(StoreError, ValueError):
 
 
 class FormatVersionError(StoreError, ValueError):
-    """The store was written by another version of the format."""
+    """The store was written in another version of the format."""
 
 
 class StoreBusyError(StoreError, BlockingIOError):
@@ -87,11 +87,11 @@ class PlaceError(MissingRowError, IndexError):
 
 
 class SegmentGoneError(MissingRowError):
-    """A segment was evicted or compacted since the last refresh; reads refresh and retry."""
+    """A segment was evicted or compacted since the last refresh. Reads refresh the store and retry."""
 
 
 class SnapshotGoneError(MissingRowError):
-    """A merge removed values as of a snapshot, because later updates replaced them."""
+    """A merge removed the values of a snapshot because later updates had replaced them."""
 
 
 class WriteFailedError(StoreError, OSError):
@@ -99,7 +99,7 @@ class WriteFailedError(StoreError, OSError):
 
 
 class UnsyncedError(WriteFailedError):
-    """A sync failed after the write: the rows or values are in the store, but a power loss may remove them."""
+    """A sync failed after a write. The written rows or values are in the store, but a power loss may remove them."""
 
 
 class ReadFailedError(StoreError, OSError):
@@ -111,7 +111,7 @@ class CorruptionError(StoreError, ValueError):
 
 
 class DamageFoundError(CorruptionError):
-    """A read detected corruption; it is repeated without the corrupted rows, so no caller receives this error."""
+    """A read detected corruption. It is repeated without the corrupted rows, so callers never receive this error."""
 
 
 class MissingPackageError(StoreError, ImportError):
