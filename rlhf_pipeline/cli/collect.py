@@ -10,9 +10,9 @@ from rlhf_pipeline.cli.parser import add_process_options
 HELP = "collect rollouts for a run in a separate process"
 DETAILS = """\
 A collector claims rollouts one at a time, samples each with the newest weights that the learner has
-published, and stores it. Any number of collectors can work on the same run. Each can be stopped or killed at
-any time without losing or repeating a prompt. A collector waits if a rollout would exceed
-buffer.max_staleness by the time the learner uses it.
+published, and stores it. Any number of collectors can work on the same run. You can stop or kill a collector
+at any time; no prompt is lost or repeated. A collector waits if the staleness of its next rollout would exceed
+buffer.max_staleness by the time the learner uses the rollout.
 
 examples:
   rlhf-pipeline collect long_running --run runs/mine     in one terminal; creates the run

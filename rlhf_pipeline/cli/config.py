@@ -13,8 +13,9 @@ from rlhf_pipeline.cli.output import echo, echo_raw
 
 HELP = "show the meaning, bounds and default of every setting"
 DETAILS = """\
-Shows every field of a definition. The bounds are checked both in Python and with --set. With the name of a
-pipeline or your own file, shows its values. With a field or a group of fields, shows the meaning.
+Shows every field of a definition. With the name of a pipeline or the path of your own file, shows the values of this
+definition. With a field or a group of fields, shows what each field means. The bounds of a field are checked whether
+you set it in Python or with --set.
 
 examples:
   rlhf-pipeline config                       all settings and their defaults
@@ -22,7 +23,7 @@ examples:
   rlhf-pipeline config sample                all settings of a group
   rlhf-pipeline config copy_digits           the values in a pipeline; changed values are marked
   rlhf-pipeline config ./my_task.py learn.lr
-  rlhf-pipeline config metrics               the meaning and unit of each figure of metrics.jsonl
+  rlhf-pipeline config metrics               the meaning and unit of each metric in metrics.jsonl
 
 To change a setting: `rlhf-pipeline run NAME --set learn.lr=3e-4`."""
 
@@ -33,7 +34,10 @@ _VALUE_WIDTH = 24
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument(
-        "names", nargs="*", metavar="PIPELINE|FIELD", help="a definition, a field, both of them, or `metrics`"
+        "names",
+        nargs="*",
+        metavar="PIPELINE|FIELD",
+        help="a definition, a field, a definition and a field, or `metrics`",
     )
     command.add_argument(
         "--markdown",

@@ -10,12 +10,12 @@ from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
-HELP = "copy a store or a part of it to either backend"
+HELP = "copy a store, or a part of it, to a new store with either backend"
 DETAILS = """\
-Copies all columns of the trajectories in the order of arrival, with updates applied. The copy is a separate store
-with new ids, not a run. trajectory_id is kept. With --backend zarr, the copy is sealed: it consists of sharded,
-zstd-compressed Zarr groups that any Zarr library can read, at half the size or less. Filters have the same syntax as
-for `export`.
+Copies all columns of the trajectories, in order of arrival, with updates applied. The copy is a separate store with
+new row ids; it is not a run. The values of trajectory_id do not change. With --backend zarr, the copy is sealed: it
+consists of sharded, zstd-compressed Zarr groups that any Zarr library can read, at half the size or less. Filters have
+the same syntax as for `export`.
 
 examples:
   rlhf-pipeline copy runs/copy_digits --to archive --backend zarr

@@ -25,9 +25,9 @@ _FIELDS = 30
 
 HELP = "show the differences between two runs or two stores"
 DETAILS = """\
-Compares the trajectories by trajectory_id if each has one, otherwise in the order of arrival. For two runs,
-also compares config.json, and finds the first optimizer step at which the batch, loss, reward or gradient norm
-differs. NaN equals NaN. created_at, the time of writing, is not compared.
+Matches trajectories by trajectory_id if all of them have one, otherwise by order of arrival, and compares them.
+For two runs, also compares config.json, and finds the first optimizer step at which the batch, loss, reward or
+gradient norm differs. NaN equals NaN. The column created_at, the time at which a row was written, is not compared.
 
 examples:
   rlhf-pipeline diff runs/copy_digits runs/again
@@ -35,7 +35,8 @@ examples:
   rlhf-pipeline diff runs/copy_digits/store copy --json | jq .trajectories.columns
 
 The exit code is 0 if the trajectories and the optimizer steps are the same, 1 if they differ, and 2 if they cannot
-be compared. Settings that do not affect results and columns that exist on only one side are listed but ignored."""
+be compared. Two kinds of differences are listed but do not affect the exit code: settings that do not affect results,
+and columns that exist on only one side."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 HELP = "evaluate a checkpoint of a run, or a model folder, on held-out prompts"
 DETAILS = """\
 Samples completions for the prompts in the definition's evaluate=Evaluate(...), or in --prompts, and grades them with
-the definition's reward. Reports the mean with a 95 % interval over prompts, pass@k and the length. The rows are stored
-with the run's evaluations, marked as evaluation rows, and never used for training. Rows that are already stored are
-read, not sampled again.
+the definition's reward function. Reports the mean reward with a 95 % confidence interval over prompts, pass@k and the
+mean length. The rows are stored with the run's evaluations, marked as evaluation rows, and never used for training.
+Rows that are already stored are reused, not sampled again.
 
 examples:
   rlhf-pipeline evaluate runs/copy_digits                       the newest checkpoint
@@ -36,14 +36,19 @@ See docs/evaluation.md."""
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("path", metavar="RUN|MODEL", help="a run, or a model folder with --definition")
+    command.add_argument("path", metavar="RUN|MODEL", help="a run; or, with --definition, a model folder")
     which = command.add_mutually_exclusive_group()
     which.add_argument("--step", type=natural, metavar="N", help="the checkpoint of step N (default: the newest)")
     which.add_argument("--best", action="store_true", help="the best checkpoint according to the run's evaluations")
-    command.add_argument("--prompts", metavar="FILE", help="a file of prompts, read with the definition's settings")
+    command.add_argument(
+        "--prompts", metavar="FILE", help="a prompt file; it is read with the definition's prompt settings"
+    )
     command.add_argument("--num-prompts", type=positive, metavar="N", help="use the first N prompts")
     command.add_argument(
-        "--group-size", type=positive, metavar="K", help=("completions per prompt; pass@K needs at least K")
+        "--group-size",
+        type=positive,
+        metavar="K",
+        help=("number of completions per prompt; pass@K requires at least K"),
     )
     command.add_argument(
         "--temperature",
@@ -55,10 +60,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--definition",
         "--pipeline",
         metavar="NAME|FILE.py[:function]",
-        help="the definition that specifies reward and sampling (default: the run's)",
+        help="the definition that specifies the reward function and sampling (default: the definition of the run)",
     )
     command.add_argument(
-        "--out", metavar="DIR", help=("the folder for the rows of a model (default: runs/MODEL-evaluation)")
+        "--out",
+        metavar="DIR",
+        help=("the folder in which to store the rows of a MODEL (default: runs/MODEL-evaluation)"),
     )
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 or mps (default: the run's device, or cpu)")
     add_overrides(command)

@@ -12,9 +12,9 @@ from rlhf_pipeline.report.formatting import count, duration
 
 HELP = "export a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
-Writes every column. Ragged columns are written as lists of numbers. `import` restores an identical store. A filter
-consists of a column, one of >= <= == != > <, and a value. reward, version, date and group are short names of columns.
-num_tokens and num_completion_tokens (the tokens that the policy produced) are also available.
+Writes every column, and ragged columns as lists of numbers. To restore an identical store, `import` the exported file.
+A filter consists of a column, one of >= <= == != > <, and a value. reward, version, date and group are short names of
+columns. num_tokens and num_completion_tokens, the number of tokens that the policy sampled, are also available.
 
 examples:
   rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
@@ -30,15 +30,15 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="FILE.parquet|FILE.jsonl|FOLDER",
-        help="the output, which must not exist; a folder becomes a dataset, and NAME.atif is written as ATIF",
+        help="the output path, which must not exist yet; a folder path writes a dataset, and NAME.atif writes ATIF",
     )
     add_filter(command)
     add_skip_damaged(command)
     command.add_argument(
         "--learnable",
         action="store_true",
-        help="write only rows that may be used for training: no evaluation rows, superseded rows or rows without a "
-        "trusted reward",
+        help="write only rows that may be used for training; this excludes evaluation rows, superseded rows, and rows "
+        "without a trusted reward",
     )
     command.add_argument("--columns", nargs="+", metavar="NAME", help="write only these columns")
 

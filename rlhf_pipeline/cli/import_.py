@@ -19,16 +19,16 @@ HELP = "import other tools' rollouts into a store"
 DETAILS = """\
 Reads the dumps of other trainers: trl (completions/*.parquet), verl (rollout_data_dir), slime
 (--save-debug-rollout-data), open-instruct (--save_traces), prime-rl (traces.jsonl, token exports), verifiers, skyrl,
-nemo-rl, openrlhf, tinker (capture/sample.jsonl with its rollout summaries) and gsm8k-solutions. Also reads agent
+nemo-rl, openrlhf, tinker (capture/sample.jsonl and its rollout summaries) and gsm8k-solutions. Also reads agent
 trajectories (ATIF, rllm and art), Inspect logs, wandb tables, files written by `export`, and any rows with a
-prompt, a completion and a reward. A dump is recognised by the fields that the current version of its tool writes into
-every row.
+prompt, a completion and a reward. The tool that wrote a dump is recognised by the fields that its current version
+writes into every row.
 
-Token ids and log-probs in a file are kept. Text is encoded once, with --tokenizer. Values that are missing from a file
-are recorded as unknown, reported, or requested. Rows are identified by their content: repeating the command continues a
-stopped import, and files that were moved, renamed, compressed or copied are not imported twice. A newer version of a
-row or file supersedes the older version. Broken lines are reported. With --follow, the import continues while a trainer
-writes files.
+Token ids and log-probs in a file are kept. Text is encoded once, with --tokenizer. If a file lacks a value, the value
+is recorded as unknown, reported as missing, or requested. Rows are identified by their content. Repeating the command
+therefore continues an interrupted import, and files that were moved, renamed, compressed or copied are not imported
+twice. A newer version of a row or file supersedes the older version. Broken lines are reported. With --follow, the
+import continues while a trainer is writing files.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model
@@ -80,19 +80,20 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--follow",
         action="store_true",
-        help="continue to import the files that a trainer writes to a folder until Ctrl-C",
+        help="keep importing the files that a trainer writes to a folder, until Ctrl-C",
     )
     command.add_argument(
         "--until-quiet",
         type=above_zero,
         metavar="SECONDS",
-        help="with --follow: stop when no file has changed for SECONDS",
+        help="with --follow: stop when no file has changed for this many seconds",
     )
     command.add_argument(
         "--source",
         default="",
         metavar="NAME",
-        help="name of the training run that wrote the files; distinguishes equal rows of two runs in one store",
+        help="name of the training run that wrote the files; with different names, equal rows from two runs are both "
+        "stored",
     )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
     command.add_argument(

@@ -6,10 +6,10 @@ import argparse
 
 from rlhf_pipeline.cli.parser import add_process_options, add_steps
 
-HELP = "learn in a separate process from the rollouts that collectors store"
+HELP = "run the learner, in a separate process, on the rollouts that collectors store"
 DETAILS = """\
-The learner learns from the rollouts that `rlhf-pipeline collect` stores, in the order of arrival, and
-publishes the weights after each step. If it is killed, restart it with the same command. It then repeats the
+The learner uses the rollouts that `rlhf-pipeline collect` stores, in order of arrival, and publishes its
+weights after each step. If the learner is killed, restart it with the same command. It then repeats the
 steps after its last checkpoint with the batches recorded in the ledger.
 
 examples:

@@ -14,8 +14,9 @@ from rlhf_pipeline.report.formatting import duration
 
 HELP = "create a small untrained model from a text file, or a model folder from a GGUF file"
 DETAILS = """\
-Trains a tokenizer on the text, and writes it with a small untrained causal language model to a checkpoint folder that
-transformers can load. With --gguf, writes the model in a GGUF file to a checkpoint folder, dequantized to float32.
+Trains a tokenizer on the text, and writes a checkpoint folder that contains this tokenizer and a small untrained
+causal language model. transformers can load the folder. With --gguf, dequantizes the model in a GGUF file to float32,
+and writes the model to a checkpoint folder.
 Nothing is downloaded.
 
 examples:
@@ -29,13 +30,19 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist")
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--text", metavar="FILE", help="the text from which to train the tokenizer of an untrained model"
+        "--text", metavar="FILE", help="the text file on which to train the tokenizer of the untrained model"
     )
     source.add_argument(
-        "--gguf", metavar="FILE", help="the GGUF file that contains the model; sizes and seed do not apply"
+        "--gguf",
+        metavar="FILE",
+        help="the GGUF file that contains the model; --seed and the options for sizes do not apply",
     )
     command.add_argument(
-        "--vocab-size", type=positive, default=4096, metavar="N", help="number of tokens (default: %(default)s)"
+        "--vocab-size",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="number of tokens in the vocabulary (default: %(default)s)",
     )
     command.add_argument(
         "--hidden-size", type=positive, default=256, metavar="N", help="width of the model (default: %(default)s)"

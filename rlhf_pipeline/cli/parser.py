@@ -177,7 +177,7 @@ def add_filter(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="use only trajectories that match; may be repeated",
+        help="use only trajectories that match the condition; may be repeated",
     )
 
 
@@ -186,7 +186,7 @@ def add_skip_damaged(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--skip-damaged",
         action="store_true",
-        help="skip and count trajectories that do not match their checksums (default: reject the store and list them)",
+        help="skip and count trajectories that do not match their checksums (default: list them and reject the store)",
     )
 
 
@@ -199,8 +199,8 @@ def add_fields(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WHAT=NAME",
-        help="the field that contains WHAT (prompt, completion, messages, reward, ...), as a dotted path if it is "
-        "nested; none ignores WHAT, and the reward can be a sum: accuracy+0.5*format; may be repeated",
+        help="the field that contains WHAT (prompt, completion, messages, reward, ...); use a dotted path for a nested "
+        "field, `none` to ignore WHAT, and a sum such as accuracy+0.5*format for the reward; may be repeated",
     )
 
 
@@ -258,15 +258,16 @@ def add_watching(command: argparse.ArgumentParser) -> None:
         "--metrics-port",
         type=positive,
         metavar="PORT",
-        help="export state, alarms and metrics as Prometheus text at http://HOST:PORT/metrics (requires the extra "
-        "prometheus)",
+        help="export state, alarms and metrics as Prometheus text at http://HOST:PORT/metrics (requires the "
+        "`prometheus` extra)",
     )
     command.add_argument(
         "--metrics-host",
         default="localhost",
         metavar="HOST",
         help=(
-            "the address on which to serve metrics; 0.0.0.0 for all addresses of this machine (default: %(default)s)"
+            "the address at which the metrics are served; 0.0.0.0 for all addresses of this machine "
+            "(default: %(default)s)"
         ),
     )
 
@@ -277,7 +278,7 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
         "definition",
         nargs="?",
         metavar="NAME|FILE.py[:function]",
-        help="a built-in pipeline or your own; optional if the run exists",
+        help="the name of a built-in pipeline, or your own file; optional if the run exists",
     )
     command.add_argument("--run", required=True, metavar="DIR", help="the run folder; created if missing")
     command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
@@ -285,9 +286,7 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
     add_overrides(command)
     add_trust(command)
     add_watching(command)
-    command.add_argument(
-        "--parent", type=positive, metavar="PID", help="stop when the process with this PID has exited"
-    )
+    command.add_argument("--parent", type=positive, metavar="PID", help="stop when the process with this PID exits")
 
 
 # -- values ----------------------------------------------------------------------------------------------------------

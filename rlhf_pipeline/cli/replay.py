@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
     from rlhf_pipeline.run.run import Run
 
-HELP = "learn from stores only, or repeat the steps of a run and compare the results"
+HELP = "learn from stored trajectories only, or repeat the steps of a run and compare the results"
 DETAILS = """\
 Learns from the trajectories of stores and runs, without sampling. The trajectories are copied into a new run
 folder, which contains all files of a run. Missing log-probs and advantages are computed first.
 
-A single RUN is replayed with its definition, seed and order, and the results are compared with the run. On a CPU, loss,
-reward, gradient norm and weights are bitwise equal. For a STORE, the default definition is `offline_replay`.
+A single RUN is replayed with its own definition, seed and order of trajectories, and the results are compared with the
+run. On a CPU, loss, reward, gradient norm and weights are bitwise equal. For a STORE, the default definition is
+`offline_replay`.
 Filters have the same syntax as for `export`.
 
 examples:
@@ -45,7 +46,7 @@ examples:
   rlhf-pipeline replay runs/copy_digits --from-step 95      repeat steps 95 and later from a checkpoint
                                                             and the ledger; the run is not modified
 
-The exit code is 1 if the results differ where they should be the same."""
+The exit code is 1 if results differ that should be the same."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -70,7 +71,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="W",
-        help="share of each batch that comes from a store; specify one W per STORE, in order",
+        help="relative share of each batch that comes from a store; specify one W per STORE, in order",
     )
     add_filter(command)
     add_skip_damaged(command)

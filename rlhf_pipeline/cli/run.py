@@ -30,7 +30,7 @@ examples:
   rlhf-pipeline run long_running --collectors 2
   rlhf-pipeline run long_running --collectors 8 --learners 2 --ray auto --out s3://bucket/run
 
-Ctrl-C finishes the current step, saves a checkpoint, and prints the command that resumes the run. After a
+On Ctrl-C, the run finishes the current step, saves a checkpoint, and prints the command to resume. After a
 crash, --resume continues from the last checkpoint. Trajectories stored since then are reused, not resampled."""
 
 
@@ -40,7 +40,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "definition",
         nargs="?",
         metavar="NAME|FILE.py[:function]",
-        help="a built-in pipeline or your own; optional with --resume --out DIR",
+        help="the name of a built-in pipeline, or your own file; optional with --resume --out DIR",
     )
     command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME)")
     command.add_argument(
@@ -77,8 +77,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         const="local",
         metavar="ADDRESS",
         help=(
-            "run the processes on a Ray cluster: its address, auto for the cluster of this machine, or no value for "
-            "a new local cluster"
+            "run the processes on the Ray cluster at this address; auto uses the cluster of this machine, and no value "
+            "starts a new local cluster"
         ),
     )
     processes.add_argument(
@@ -92,7 +92,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=positive,
         default=5,
         metavar="N",
-        help="stop when a process fails N times in a row without a step in between (default: %(default)s)",
+        help="stop the run when a process fails N times and no step is completed in between (default: %(default)s)",
     )
     processes.add_argument(
         "--hang-timeout",

@@ -25,8 +25,8 @@ examples:
   rlhf-pipeline show runs/copy_digits --last 20
   rlhf-pipeline show runs/copy_digits --step 12    the batch of optimizer step 12
 
-A single trajectory is shown token by token; several trajectories are shown as one line each. --full shows every
-token of each trajectory."""
+A single trajectory is shown token by token. Several trajectories are listed, one per line; with --full, every token
+of each trajectory is shown."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ examples:
   rlhf-pipeline stats runs/copy_digits
   rlhf-pipeline stats runs/copy_digits --filter 'version>=100' --filter 'finish_reason==length'
 
-Filters have the same syntax as for `export`. `inspect --grade` also grades every trajectory again."""
+Filters have the same syntax as for `export`. To grade every trajectory again, use `inspect --grade`."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_json
 from rlhf_pipeline.errors import DefinitionError
 
-HELP = "report the state of a run: processes, waits, disk use and alarms"
+HELP = "report the state of a run: its processes, what they are waiting for, disk usage and alarms"
 DETAILS = """\
 examples:
   rlhf-pipeline status runs/copy_digits
@@ -40,8 +40,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--local",
         action="store_true",
-        help="with --process: read only the heartbeat that the process writes on this machine, without requests to an "
-        "object store, so that an outage of the store is not reported as a frozen process",
+        help="with --process: read only the heartbeat that the process writes on this machine, and send no requests to "
+        "an object store; an outage of the object store is then not reported as a frozen process",
     )
     add_json(command)
 

@@ -25,10 +25,10 @@ _POLL_URL_S = 2.0
 
 HELP = "show the newest trajectories, and new ones as they arrive"
 DETAILS = """\
-Prints one line per trajectory: id, policy version, group, reward, completion tokens, finish reason, and the
-start of the completion. For a run, --follow shows the curve, figures, processes and newest groups, updated in
-place; if the output is not a terminal, or with --plain, it prints one line per step. For a run's store, or
-with --filter, --follow prints each new trajectory.
+Prints one line per trajectory: id, policy version, group, reward, number of completion tokens, finish reason,
+and the start of the completion. For a run, --follow shows a live display of the reward curve, metrics, processes
+and newest groups. If the output is not a terminal, or with --plain, --follow prints one line per step instead. For
+a run's store, or with --filter, --follow prints each new trajectory.
 
 examples:
   rlhf-pipeline tail runs/copy_digits
@@ -38,8 +38,8 @@ examples:
   rlhf-pipeline tail runs/copy_digits -f -n 0 --filter 'reward>=1'
   rlhf-pipeline tail runs/mine/store -n 50 --filter 'finish_reason==failed'
 
-Filters have the same syntax as for `export`. --follow only reads and does not block other
-processes. While it runs, rows can be appended and evicted, and the store can be compacted."""
+Filters have the same syntax as for `export`. --follow only reads and does not block other processes. While
+`tail` is running, other processes can append and evict rows and compact the store."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "-n", "--num", type=natural, default=10, metavar="N", help="number of trajectories (default: %(default)s)"
     )
     command.add_argument(
-        "-f", "--follow", action="store_true", help="continue to print new trajectories and steps until Ctrl-C"
+        "-f", "--follow", action="store_true", help="print new trajectories and steps as they arrive, until Ctrl-C"
     )
     command.add_argument("--plain", action="store_true", help="print lines even if the output is a terminal")
     add_filter(command)

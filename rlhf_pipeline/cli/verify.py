@@ -9,15 +9,16 @@ from rlhf_pipeline.report.formatting import count
 
 HELP = "check a run or a store for corruption"
 DETAILS = """\
-Verifies all checksums of a store, or of a run's store, ledger, metrics, checkpoints, rollouts and published
-weights. For a run, also checks that these parts agree, that each trajectory in the ledger is in the store, and
-that no step is missing. The run may be active. The exit code is 1 if a part is corrupted or missing.
+Verifies all checksums of a store. For a run, verifies all checksums of its store, ledger, metrics, checkpoints,
+rollouts and published weights, and checks that these parts are consistent, that the store contains each trajectory
+in the ledger, and that no step is missing. The run may be active. The exit code is 1 if a part is corrupted or
+missing.
 
 examples:
   rlhf-pipeline verify runs/copy_digits
   rlhf-pipeline verify runs/copy_digits/store
   rlhf-pipeline verify runs/copy_digits/store --accept-loss          all reported trajectories
-  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    the commits of these trajectories"""
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    the commits with these trajectories"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -28,8 +29,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         nargs="*",
         type=int,
         metavar="ID",
-        help="record all corrupted trajectories, or those with these ids, as lost; they are no longer reported as a "
-        "problem, and are read again if their files are restored",
+        help="record the corrupted trajectories with these ids (default: all) as lost; `verify` then no longer reports "
+        "them as a problem, and they become readable again if their files are restored",
     )
 
 

@@ -48,7 +48,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help=("the tokenizer of a store without a run, or of files that contain only text (default: characters)"),
+        help=(
+            "the tokenizer for a store without a run, or for files that contain only text (default: one token per "
+            "character)"
+        ),
     )
     command.add_argument(
         "--store",
