@@ -205,9 +205,8 @@ class Collect(Settings):
     call_threads: int = setting(
         256,
         min=1,
-        help=(
-            "Maximum number of threads for rewards, environments and tools; a conversation always uses the same thread."
-        ),
+        help="Maximum number of threads for rewards, environments and tools; each conversation always uses the same "
+        "thread.",
     )
     live_conversations: int | None = setting(
         None,
@@ -285,16 +284,16 @@ class Collect(Settings):
     )
     prefill: str = setting(
         "",
-        help="Text at the beginning of every completion, including those of evaluations, for example `<think>`. "
-        "The policy continues the text, rewards receive it, and the loss excludes it. Not supported with an "
+        help="Text at the beginning of every completion, for example `<think>`; it also applies to evaluations. The "
+        "policy continues this text. Rewards receive it, but the loss excludes it. Not supported with an "
         "environment.",
     )
     num_slots: int = setting(64, min=1, help="Number of completions generated in parallel.")
     engine: str = setting(
         "slots",
-        help="The sampling engine: `slots` (built in; runs in the same process), `vllm` (runs in the same process; "
-        "requires the extra `vllm`), or the address of a vLLM server, `http://HOST:PORT`. See docs/engines.md for "
-        "how to start each engine and how reproducible its runs are.",
+        help="The sampling engine. `slots` is built in. `vllm` requires the extra `vllm`. Both run in the same "
+        "process. `http://HOST:PORT` is the address of a vLLM server. See docs/engines.md for how to start each "
+        "engine and how reproducible its runs are.",
     )
     engine_memory: float = setting(
         0.5,
@@ -407,14 +406,15 @@ class WritePath(Settings):
     kl_target: float | None = setting(
         None,
         above=0,
-        help="Mean KL per trajectory, in nats, that the adaptive controller of `kl_coef` aims for. None keeps "
+        help="Target of the adaptive controller of `kl_coef`: the mean KL per trajectory, in nats. None keeps "
         "`kl_coef` constant.",
     )
     kl_horizon: int = setting(10_000, min=1, help="Horizon of the adaptive controller of `kl_coef`, in trajectories.")
     zero_variance: Literal["keep", "drop", "mark"] = setting(
         "keep",
-        help="How to treat a group whose returns are all equal (with a KL penalty: equal up to rounding): `keep` "
-        "stores it, `drop` discards it, and `mark` stores it with priority 0, so samplers skip it.",
+        help="How a group is treated if its returns are all equal. With a KL penalty, returns that differ only by "
+        "rounding count as equal. `keep` stores the group, `drop` discards it, and `mark` stores it with "
+        "priority 0, so samplers skip it.",
     )
     min_group_size: int | None = setting(
         None,
@@ -425,8 +425,8 @@ class WritePath(Settings):
     group_timeout_s: float | None = setting(
         None,
         min=0,
-        help="Number of seconds, counted from the arrival of its first member, after which a group may close early; "
-        "None disables early closing. Requires `min_group_size`.",
+        help="A group may close early this number of seconds after its first member arrived. None disables early "
+        "closing. Requires `min_group_size`.",
     )
 
     @property
@@ -475,7 +475,7 @@ class Buffer(Settings):
     max_trajectories: int | None = setting(
         None,
         min=1,
-        help="Maximum number of trajectories; the oldest are evicted first. None keeps all.",
+        help="Maximum number of trajectories; the oldest are evicted first. None keeps all trajectories.",
     )
     max_bytes: int | None = setting(
         None,
@@ -542,16 +542,17 @@ class Sample(Settings):
         None,
         above=0,
         max=1,
-        help="Effective sample size, as a share of tokens, below which the trajectories of the same age have a lower "
-        "weight in the loss; see `rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass for a "
-        "stale batch. None weights all trajectories equally.",
+        help="Threshold for the effective sample size of the trajectories of one age, as a share of their tokens. "
+        "Below the threshold, these trajectories have a lower weight in the loss; see "
+        "`rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass for a stale batch. None weights "
+        "all trajectories equally.",
     )
     skip_below_ess: float = setting(
         0.1,
         min=0,
         max=1,
-        help="Effective sample size, as a share of tokens, below which the trajectories of the same age are excluded. "
-        "Requires `min_ess`.",
+        help="Threshold for the effective sample size of the trajectories of one age, as a share of their tokens. "
+        "Below the threshold, these trajectories are excluded. Requires `min_ess`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -579,17 +580,17 @@ class Replay(Settings):
     weights: tuple[float, ...] = setting(
         (),
         above=0,
-        help="The share of each store in a batch. Without weights, all stores are treated as one.",
+        help="The share of each store in a batch. Without weights, all stores are treated as one store.",
     )
     filters: tuple[str, ...] = setting(
         (),
-        help="Conditions that a trajectory must meet: `reward>=0.5`, `version<100`, `num_tokens<=512`, "
+        help="Conditions that a trajectory must meet, for example `reward>=0.5`, `version<100`, `num_tokens<=512`, "
         "`date>=2026-01-31`.",
     )
     epochs: float | None = setting(
         None,
         above=0,
-        help="Stop when the gathered trajectories have been used `epochs` times on average. With None, only "
+        help="Stop the run when the gathered trajectories have been used `epochs` times on average. With None, only "
         "`learn.steps` limits the run.",
     )
     skip_damaged: bool = setting(
@@ -797,8 +798,8 @@ class GRPO(Settings):
         None,
         above=0,
         below=1,
-        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None uses 0.2, or no lower clip for "
-        "`cispo`, as in its paper.",
+        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None uses 0.2, except for `cispo`, "
+        "which then has no lower clip, as in its paper.",
     )
     clip_high: float = setting(0.2, above=0, help="The ratio of policy to sampler is clipped above `1 + clip_high`.")
     aggregation: Aggregation = setting(
@@ -881,7 +882,7 @@ class GRPO(Settings):
         help="Share of a step's tokens (at least one token) to exclude from the policy loss. The excluded tokens are "
         "drawn from the tokens whose covariance of log-prob and advantage is between `clip_cov_low` and "
         "`clip_cov_high`. arXiv:2505.22617 uses 0.0002. The other tokens keep their weight, as in verl. Only for "
-        "`grpo`. Requires an additional forward pass and a single process.",
+        "`objective=grpo`. Requires an additional forward pass and a single process.",
     )
     clip_cov_low: float = setting(1.0, help="Lower bound on the covariance; see `clip_cov`.")
     clip_cov_high: float = setting(5.0, help="Upper bound on the covariance; see `clip_cov`.")
@@ -967,8 +968,9 @@ class Learn(Settings):
     )
     episode_weight: Literal["one", "rows"] = setting(
         "one",
-        help="Whether an episode with several rows counts as one trajectory in the loss (`one`), or each row counts as "
-        "one, as in verl and SkyRL (`rows`); see `token_weights` in `rlhf_pipeline.functional.aggregation`.",
+        help="Whether an episode with several rows counts as one trajectory in the loss (`one`), or each of its rows "
+        "counts as one trajectory, as in verl and SkyRL (`rows`); see `token_weights` in "
+        "`rlhf_pipeline.functional.aggregation`.",
     )
     lr: float = setting(1e-3, above=0, help="Learning rate of AdamW.")
     warmup_steps: int = setting(
@@ -978,8 +980,9 @@ class Learn(Settings):
         0.0,
         min=0,
         below=1,
-        help="The warm-up as a share of the steps until the end of the schedule (`lr_decay_steps` if set, otherwise "
-        "`steps`), rounded up. Set only one of `warmup_steps` and `warmup_ratio`.",
+        help="Length of the warm-up as a share of the steps until the end of the schedule, rounded up to whole steps. "
+        "The schedule ends at `lr_decay_steps` if it is set, otherwise at `steps`. Set only one of "
+        "`warmup_steps` and `warmup_ratio`.",
     )
     min_lr: float = setting(0.0, min=0, help="The final value of a decreasing learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
@@ -991,7 +994,8 @@ class Learn(Settings):
         None,
         min=1,
         help="Optimizer step at which a decreasing learning rate reaches its final value; None uses the step after "
-        "`steps`. Set it if the run may be extended later, so that the rate of earlier steps does not change.",
+        "`steps`. Set this field if the run may be extended later, so that an extension does not change the "
+        "learning rate of earlier steps.",
     )
     weight_decay: float = setting(
         0.0,
@@ -1006,7 +1010,7 @@ class Learn(Settings):
     )
     optimizer: Literal["adamw", "adamw_8bit"] = setting(
         "adamw",
-        help="`adamw_8bit` stores the moments in 8 bits and requires torchao or bitsandbytes.",
+        help="The optimizer. `adamw_8bit` stores the moments in 8 bits and requires torchao or bitsandbytes.",
     )
     offload_optimizer: bool = setting(
         False,
@@ -1049,7 +1053,7 @@ class Learn(Settings):
     )
     stop_at_reward: float | None = setting(
         None,
-        help="Stop when the mean task reward of `stop_window` consecutive rollouts reaches this value.",
+        help="Stop the run when the mean task reward of `stop_window` consecutive rollouts reaches this value.",
     )
     stop_window: int = setting(
         3, min=1, help=("Number of consecutive rollouts whose mean reward must reach `stop_at_reward`.")

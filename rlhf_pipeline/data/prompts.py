@@ -254,14 +254,14 @@ class Prompts(Settings):
     path: str = setting(
         "",
         help="A file, a folder or a glob pattern. Supported formats are JSON Lines, JSON arrays, CSV, Parquet, Arrow, "
-        "and datasets saved with `datasets`. Files can be compressed with gzip. Relative paths are resolved "
-        "against the working directory.",
+        "and datasets saved with the `datasets` library. Files can be compressed with gzip. Relative paths are "
+        "resolved against the working directory.",
     )
     _: KW_ONLY
     rows: RowsInMemory | Iterable[Mapping[str, Any]] | None = setting(
         None,
-        help="Rows in memory instead of a path: a list of dicts, or a dataset from `datasets`. Can only be set in "
-        "Python.",
+        help="Rows in memory instead of a path: a list of dicts, or a dataset from the `datasets` library. Can only "
+        "be set in Python.",
     )
     prompt_field: str = setting(
         "question", help="The field that contains the prompt, as text or as a list of chat messages."
@@ -387,7 +387,7 @@ class ChosenPrompts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curriculum(Settings):
-    """Settings for adjusting the weights of a mixture to the success rates that a run has stored.
+    """Settings for adjusting the weights of a mixture according to the success rates that a run has stored.
 
     Every `every` rollouts, each weight is recomputed from those rollouts: the mixture's own weight times
     `least + (1 - least) * 4 p (1 - p)`, the mean over the source's groups, where `p` is the share of a group's members

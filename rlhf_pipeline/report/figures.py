@@ -27,7 +27,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "version of the weights at the start of the step: the number of optimizer steps that produced them",
             ),
             Figure("num_trajectories", "trajectories", "number of trajectories in the step's batch"),
-            Figure("num_groups", "groups", "number of groups to which these trajectories belong"),
+            Figure("num_groups", "groups", "number of groups in the step's batch"),
             Figure(
                 "num_taught",
                 "trajectories",
@@ -49,7 +49,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "mean reward, before shaping, of the trajectories collected since the previous step",
             ),
             Figure(
-                "num_failed", "trajectories", "number of these trajectories whose environment or reward function failed"
+                "num_failed",
+                "trajectories",
+                "number of collected trajectories whose environment or reward function failed",
             ),
             Figure("completion_length", "tokens", "mean number of tokens after the prompt"),
             Figure("completion_length_max", "tokens", "maximum number of tokens after the prompt"),
@@ -102,7 +104,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "reward",
                 "lower end of the 95 % confidence interval of `evaluation/reward` over prompts (normal approximation)",
             ),
-            Figure("evaluation/reward_high", "reward", "upper end of this interval"),
+            Figure("evaluation/reward_high", "reward", "upper end of the same confidence interval"),
             Figure(
                 "evaluation/pass@K",
                 "share",
@@ -166,7 +168,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure("entropy", "nats/token", "entropy of the policy at the sampling temperature"),
             Figure("ess", "share", "effective sample size of the token ratios; 1 if on-policy"),
             Figure("ess_sequence", "share", "effective sample size of the products of each completion's token ratios"),
-            Figure("ess_weight", "share", "mean weight that `sample.min_ess` assigns; absent if it is none"),
+            Figure("ess_weight", "share", "mean weight that `sample.min_ess` assigns; absent if this setting is none"),
             Figure(
                 "kl_approx",
                 "nats/token",
