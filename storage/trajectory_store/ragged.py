@@ -124,7 +124,7 @@ class RaggedArray:
 
     @property
     def offsets(self) -> Int64Array:
-        """The bounds of the rows, int64 `[N + 1]`. Row `i` is `values[offsets[i]:offsets[i + 1]]`."""
+        """The bounds of the rows, int64 `[N + 1]`. Row `i` begins at `offsets[i]` and ends before `offsets[i + 1]`."""
         if self._offsets is None:
             self._offsets = offsets_of(self.lengths)
         return self._offsets
