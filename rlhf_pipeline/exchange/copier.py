@@ -46,8 +46,8 @@ def copy_store(
     """
     if "://" in str(to):
         raise DefinitionError(
-            f"the target of a copy must be a folder, and {to} is not one: a copy at a URL would not be atomic. --to "
-            "FOLDER"
+            f"the target of a copy must be a folder, but {to} is a URL, and a copy at a URL would not be atomic. "
+            "Specify a folder: --to FOLDER"
         )
     target = Path(to).expanduser()
     check_absent(target)
