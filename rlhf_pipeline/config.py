@@ -285,7 +285,7 @@ class Collect(Settings):
     prefill: str = setting(
         "",
         help="Text at the beginning of every completion, for example `<think>`; it also applies to evaluations. The "
-        "policy continues this text. Rewards receive it, but the loss excludes it. Not supported with an "
+        "policy continues this text. Reward functions receive it, but the loss excludes it. Not supported with an "
         "environment.",
     )
     num_slots: int = setting(64, min=1, help="Number of completions generated in parallel.")
@@ -324,8 +324,8 @@ class Collect(Settings):
     )
     skip_special_tokens: bool = setting(
         False,
-        help="Remove special tokens such as `<think>` from the stored text and from the text passed to rewards. The "
-        "token that ends a completion is never part of the text.",
+        help="Remove special tokens such as `<think>` from the stored text and from the text passed to reward "
+        "functions. The token that ends a completion is never part of the text.",
     )
 
     @property
@@ -388,8 +388,8 @@ class WritePath(Settings):
         1.0,
         min=0,
         max=1,
-        help="With `turn_grpo`: factor by which the advantage of the next turn is multiplied before it is added to "
-        "the advantage of a turn.",
+        help="With `turn_grpo`: factor by which the advantage of a turn is multiplied before it is added to the "
+        "advantage of the previous turn.",
     )
     episode_return: Literal["sum", "verl", "skyrl"] = setting(
         "sum",
@@ -419,14 +419,14 @@ class WritePath(Settings):
     min_group_size: int | None = setting(
         None,
         min=1,
-        help="Minimum number of members with which a group may close after `group_timeout_s`; None waits for all "
-        "members.",
+        help="Minimum number of members that a group needs in order to close after `group_timeout_s`; None waits "
+        "for all members.",
     )
     group_timeout_s: float | None = setting(
         None,
         min=0,
-        help="A group may close early this number of seconds after its first member arrived. None disables early "
-        "closing. Requires `min_group_size`.",
+        help="Number of seconds, from the arrival of a group's first member, after which the group may close early. "
+        "None disables early closing. Requires `min_group_size`.",
     )
 
     @property
@@ -503,13 +503,13 @@ class Sample(Settings):
         "fresh",
         help="`fresh` uses all trajectories within the age limit. In a run, these are the trajectories of the newest "
         "rollout. With `replay`, `fresh` uses every trajectory once per epoch, `batch_size` trajectories per "
-        "step. The order is new in each epoch, and groups are kept together. The other strategies draw "
+        "step. The order changes with each epoch, and groups are kept together. The other strategies draw "
         "`batch_size` trajectories. `uniform` draws with equal probability. `recency` prefers recent "
         "trajectories. `priority` prefers recent trajectories with a large absolute advantage. `group` draws "
         "complete groups. `success` draws complete groups with a medium success rate. `variance` draws complete "
-        "groups whose rewards vary. `mix` draws a part of the batch from the newest rollout and the rest in the "
-        "same way as `recency`. `anchored` uses the complete newest rollout in the first step on this rollout. "
-        "In the other steps of `learn.epochs`, `anchored` draws a batch in the same way as `recency`. See "
+        "groups whose rewards vary. `mix` draws part of the batch from the newest rollout and the rest in the "
+        "same way as `recency`. `anchored` uses the complete newest rollout in the first step on that rollout. "
+        "In the remaining steps (see `learn.epochs`), `anchored` draws a batch in the same way as `recency`. See "
         "`rlhf_pipeline.buffer.samplers`. A custom function (`StrategyFunction` in the same module) is also "
         "accepted; on the command line, specify `FILE.py:NAME`.",
     )
@@ -871,9 +871,9 @@ class GRPO(Settings):
         1.0,
         above=0,
         max=1,
-        help="Share of a step's tokens, selected by highest entropy, that have a policy loss. arXiv:2506.01939 uses "
-        "0.2. The other tokens still count in averages, as in TRL. Requires an additional forward pass and a "
-        "single process.",
+        help="Share of a step's tokens that have a policy loss; the tokens with the highest entropy are selected. "
+        "arXiv:2506.01939 uses 0.2. The other tokens still count in averages, as in TRL. Requires an additional "
+        "forward pass and a single process.",
     )
     clip_cov: float | None = setting(
         None,
@@ -1073,7 +1073,7 @@ class Learn(Settings):
     )
     keep_token_figures: bool = setting(
         False,
-        help="Store the policy's log-prob and entropy of each token when a step uses it, so that `view` can show the "
+        help="Store the policy's log-prob and entropy for each token that a step uses, so that `view` can show the "
         "ratio and entropy. A later step that uses the token replaces the values. Requires an additional forward "
         "pass per step and 8 bytes per token.",
     )
