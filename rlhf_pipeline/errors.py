@@ -120,7 +120,7 @@ class RunExistsError(PipelineError, FileExistsError):
 
 
 class LeaseLostError(RunExistsError):
-    """This process stalled for so long that another process took over. Later writes of this process are discarded."""
+    """This process stalled for so long that another process took over. Later writes by this process are discarded."""
 
 
 class RunMismatchError(PipelineError, ValueError):

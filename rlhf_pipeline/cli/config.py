@@ -13,7 +13,7 @@ from rlhf_pipeline.cli.output import echo, echo_raw
 
 HELP = "show the meaning, bounds and default of every setting"
 DETAILS = """\
-Shows every field of a definition. With the name of a pipeline or the path of your own file, shows the values of this
+Shows every field of a definition. With the name of a pipeline or the path of your own file, shows the values in that
 definition. With a field or a group of fields, shows what each field means. The bounds of a field are checked whether
 you set it in Python or with --set.
 

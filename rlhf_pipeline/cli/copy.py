@@ -10,7 +10,7 @@ from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
 from rlhf_pipeline.errors import typed
 from rlhf_pipeline.report.formatting import count, duration
 
-HELP = "copy a store, or a part of it, to a new store with either backend"
+HELP = "copy a store, or part of it, to a new store with either backend"
 DETAILS = """\
 Copies all columns of the trajectories, in order of arrival, with updates applied. The copy is a separate store with
 new row ids; it is not a run. The values of trajectory_id do not change. With --backend zarr, the copy is sealed: it

@@ -57,7 +57,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="FIELD|N|none",
         help=(
             "the field that identifies the group, or the number of consecutive rows per group; none makes each row a "
-            "group"
+            "group of its own"
         ),
     )
     command.add_argument(

@@ -35,7 +35,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--gguf",
         metavar="FILE",
-        help="the GGUF file that contains the model; --seed and the options for sizes do not apply",
+        help="the GGUF file that contains the model; --seed and the size options do not apply",
     )
     command.add_argument(
         "--vocab-size",
@@ -51,7 +51,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--num-layers", type=positive, default=4, metavar="N", help="number of layers (default: %(default)s)"
     )
     command.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="seed of the weights (default: %(default)s)"
+        "--seed", type=natural, default=0, metavar="N", help="seed for the weights (default: %(default)s)"
     )
 
 

@@ -281,7 +281,7 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
         help="the name of a built-in pipeline, or your own file; optional if the run exists",
     )
     command.add_argument("--run", required=True, metavar="DIR", help="the run folder; created if missing")
-    command.add_argument("--seed", type=natural, metavar="N", help="seed of a new run (default: 0)")
+    command.add_argument("--seed", type=natural, metavar="N", help="seed for a new run (default: 0)")
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 or mps (default: the run's device, or cpu)")
     add_overrides(command)
     add_trust(command)

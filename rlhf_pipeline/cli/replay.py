@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HELP = "learn from stored trajectories only, or repeat the steps of a run and compare the results"
 DETAILS = """\
 Learns from the trajectories of stores and runs, without sampling. The trajectories are copied into a new run
-folder, which contains all files of a run. Missing log-probs and advantages are computed first.
+folder, which contains all the files of a run. Missing log-probs and advantages are computed first.
 
 A single RUN is replayed with its own definition, seed and order of trajectories, and the results are compared with the
 run. On a CPU, loss, reward, gradient norm and weights are bitwise equal. For a STORE, the default definition is
@@ -46,7 +46,7 @@ examples:
   rlhf-pipeline replay runs/copy_digits --from-step 95      repeat steps 95 and later from a checkpoint
                                                             and the ledger; the run is not modified
 
-The exit code is 1 if results differ that should be the same."""
+The exit code is 1 if results that should be the same differ."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -77,8 +77,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         const="local",
         metavar="ADDRESS",
         help=(
-            "run the processes on the Ray cluster at this address; auto uses the cluster of this machine, and no value "
-            "starts a new local cluster"
+            "run the processes on the Ray cluster at this address; auto uses the cluster of this machine, and "
+            "--ray without an address starts a new local cluster"
         ),
     )
     processes.add_argument(
@@ -92,7 +92,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=positive,
         default=5,
         metavar="N",
-        help="stop the run when a process fails N times and no step is completed in between (default: %(default)s)",
+        help="stop the run when a process fails N times without a completed step in between (default: %(default)s)",
     )
     processes.add_argument(
         "--hang-timeout",

@@ -99,7 +99,7 @@ class WriteFailedError(StoreError, OSError):
 
 
 class UnsyncedError(WriteFailedError):
-    """A sync failed after a write. The written rows or values are in the store, but a power loss may remove them."""
+    """A sync failed after a write. The written rows or values are in the store, but may be lost in a power failure."""
 
 
 class ReadFailedError(StoreError, OSError):
@@ -111,7 +111,7 @@ class CorruptionError(StoreError, ValueError):
 
 
 class DamageFoundError(CorruptionError):
-    """A read detected corruption. It is repeated without the corrupted rows, so callers never receive this error."""
+    """A read detected corruption and is repeated without the corrupted rows, so callers never receive this error."""
 
 
 class MissingPackageError(StoreError, ImportError):
