@@ -721,15 +721,16 @@ def deciding_set(sets: Mapping[str, Evaluate]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DPPO(Settings):
-    """The trust region of `objective=dppo` around the sampler's probability of each token.
+    """The trust region of `objective=dppo` around the behaviour probability of each token.
 
     Source: arXiv:2602.04879, equations 11 to 14; `functional.policy_loss.dppo_loss` has the formula.
     """
 
     divergence: Literal["tv", "kl"] = setting(
         "tv",
-        help="The divergence between policy and sampler over the two outcomes {sampled token, any other token}: total "
-        "variation (`tv`), or the KL divergence from the sampler to the policy (`kl`).",
+        help="The divergence between the policy and the behaviour policy over the two outcomes {sampled token, any "
+        "other token}: total "
+        "variation (`tv`), or the KL divergence from the behaviour policy to the policy (`kl`).",
     )
     low: float | None = setting(
         None,
@@ -752,13 +753,14 @@ class DPPO(Settings):
     ratio_cap: float | None = setting(
         20.0,
         min=1,
-        help="Upper bound on the ratio of policy to sampler, by which a token's gradient is weighted. verl uses 20. "
+        help="Upper bound on the ratio of the policy to the behaviour policy, by which a token's gradient is "
+        "weighted. verl uses 20. "
         "None sets no bound, as in the paper.",
     )
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The largest divergence below and above the sampler's probability."""
+        """The largest divergence below and above the behaviour probability."""
         usual = 0.2 if self.divergence == "tv" else 0.05
         return usual if self.low is None else self.low, usual if self.high is None else self.high
 
@@ -789,7 +791,8 @@ class GRPO(Settings):
         help="`grpo`: PPO's clip on token ratios. `cispo`: CISPO's clipped weight. `gspo`: PPO's clip on sequence "
         "ratios; set `clip_low` and `clip_high` to about 3e-4. `sapo`: SAPO's smooth gate without a clip. "
         "`gmpo`: the geometric mean of clipped ratios; use `aggregation=sequence_mean`, and clip the ratio's "
-        "logarithm at about 0.4 in both directions. `dppo`: a mask for tokens on which policy and sampler "
+        "logarithm at about 0.4 in both directions. `dppo`: a mask for tokens on which the policy and the behaviour "
+        "policy "
         "diverge; see `loss.dppo`. `vespo`: a smooth function of a completion's importance weight; see "
         "`loss.vespo`. A custom function (`ObjectiveFunction` in `rlhf_pipeline.functional.objectives`) is also "
         "accepted; on the command line, specify `FILE.py:NAME`.",
@@ -798,10 +801,13 @@ class GRPO(Settings):
         None,
         above=0,
         below=1,
-        help="The ratio of policy to sampler is clipped below `1 - clip_low`. None uses 0.2, except for `cispo`, "
+        help="The ratio of the policy to the behaviour policy is clipped below `1 - clip_low`. None uses 0.2, "
+        "except for `cispo`, "
         "which then has no lower clip, as in its paper.",
     )
-    clip_high: float = setting(0.2, above=0, help="The ratio of policy to sampler is clipped above `1 + clip_high`.")
+    clip_high: float = setting(
+        0.2, above=0, help="The ratio of the policy to the behaviour policy is clipped above `1 + clip_high`."
+    )
     aggregation: Aggregation = setting(
         "token_mean",
         help="How token losses are aggregated. `token_mean`: the mean over all tokens. `sequence_mean`: the mean over "
@@ -825,7 +831,8 @@ class GRPO(Settings):
     )
     kl_importance_weight: bool = setting(
         False,
-        help="For stale trajectories: weight the KL term in the loss by the ratio of policy to sampler.",
+        help="For stale trajectories: weight the KL term in the loss by the ratio of the policy to the behaviour "
+        "policy.",
     )
     dual_clip: float | None = setting(
         None,
@@ -840,7 +847,8 @@ class GRPO(Settings):
     tis_cap: float | None = setting(
         None,
         above=0,
-        help="Truncated importance sampling: weight the policy loss by `min(exp(trainer - sampler log-prob), "
+        help="Truncated importance sampling: weight the policy loss by `min(exp(trainer log-prob - behaviour "
+        "log-prob), "
         "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses the "
         "trajectory. Later steps clip the ratio relative to these log-probs. Requires an additional forward pass "
         "per trajectory.",
@@ -854,7 +862,7 @@ class GRPO(Settings):
     icepop: MaskLevel | None = setting(
         None,
         help="Weight each token (`token`) or each completion (`sequence`, `product`) in the policy loss by the ratio "
-        "`exp(trainer - sampler log-prob)`. The weight is 0 if the ratio is not between `icepop_low` and "
+        "`exp(trainer log-prob - behaviour log-prob)`. The weight is 0 if the ratio is not between `icepop_low` and "
         "`icepop_high`. The ratio of a completion is the geometric mean (`sequence`) or the product (`product`) "
         "over its tokens. If `tis_cap` is also set, the `tis_cap` weight is used within the bounds.",
     )
@@ -863,7 +871,7 @@ class GRPO(Settings):
     off_policy_threshold: float | None = setting(
         None,
         above=0,
-        help="Exclude completions with a negative advantage from the policy loss if the mean of `sampler - current "
+        help="Exclude completions with a negative advantage from the policy loss if the mean of `behaviour - current "
         "log-prob` over their tokens is above this value, in nats (DeepSeek-V3.2). Requires computing the "
         "model's output head twice.",
     )
@@ -909,7 +917,7 @@ class GRPO(Settings):
 
     @property
     def corrects_the_sampler(self) -> bool:
-        """Whether the loss needs the trainer's log-probs in addition to the sampler's."""
+        """Whether the loss needs the trainer's log-probs in addition to the behaviour log-probs."""
         return self.tis_cap is not None or self.icepop is not None
 
     def _rules(self) -> list[tuple[bool, str]]:

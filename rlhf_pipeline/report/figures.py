@@ -182,7 +182,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             ),
             Figure("kl_to_inference", "nats/token", "KL divergence of the behaviour policy from the policy"),
             Figure(
-                "sampler_gap", "nats/token", "mean absolute difference between the policy's and the sampler's log-probs"
+                "sampler_gap", "nats/token", "mean absolute difference between the policy's and the behaviour log-probs"
             ),
         ),
     ),

@@ -234,7 +234,8 @@ class KLReward(ColumnTransform):
             return values.reshape(-1), (total,)
         if values.numel() != lengths.numel():
             raise DataError(
-                f"the reward has {values.numel()} values for {lengths.numel()} trajectories of {total} tokens; it "
+                f"the reward has {values.numel()} values for {lengths.numel()} trajectories with {total} tokens in "
+                "total; it "
                 "must have one value per trajectory or per token"
             )
         base = torch.zeros(total, dtype=torch.float64)

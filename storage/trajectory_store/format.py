@@ -581,7 +581,7 @@ def to_hex(crcs: Iterable[int]) -> str:
 def from_hex(text: Any, count: int) -> Int64Array:
     """Parse `count` checksums; raise ValueError if the text is not that."""
     if not isinstance(text, str) or len(raw := bytes.fromhex(text)) != 4 * count:
-        raise ValueError(f"{str(text)[:40]!r} is not {count} checksums")
+        raise ValueError(f"{str(text)[:40]!r} does not contain {count} checksums")
     return np.frombuffer(raw, ">u4").astype(np.int64)
 
 

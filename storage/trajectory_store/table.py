@@ -137,8 +137,8 @@ class StoreTable(StoreReads):
             return every[numbers]
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
             raise BatchError(
-                f"store[{key!r}]: positions are whole numbers in one dimension; got {numbers.dtype} "
-                f"{list(numbers.shape)}."
+                f"store[{key!r}]: positions must be a one-dimensional array of integers; got "
+                f"{numbers.dtype} of shape {list(numbers.shape)}."
             )
         outside = (numbers < -len(every)) | (numbers >= len(every))
         if outside.any():

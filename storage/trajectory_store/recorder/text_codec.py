@@ -158,7 +158,7 @@ def tokenizer_at(source: str, *, local: bool) -> Any | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         lines = str(error).strip().splitlines()
         raise BatchError(
-            f"The tokenizer of {source} cannot be loaded: {lines[0] if lines else type(error).__name__} "
+            f"The tokenizer of {source} cannot be loaded: {lines[0].rstrip('.') if lines else type(error).__name__}. "
             "Check tokenizer.json and tokenizer_config.json."
         ) from error
 

@@ -78,7 +78,7 @@ def test_missing_values_ranges_and_texts(tmp_path: Path, condition: str, wanted:
         )
         store.append({"task_reward": [1.0], "finish_reason": ["nonstop"]})
         assert select(store, [condition]).tolist() == [store.ids()[at] for at in wanted]
-        with pytest.raises(DefinitionError, match="null can only be compared with a column"):
+        with pytest.raises(DefinitionError, match="None can only be compared with a column"):
             select(store, ["reward>null"])
         with pytest.raises(DefinitionError, match="searches for text, and requires a column of text"):
             select(store, ["reward~1"])
