@@ -144,8 +144,7 @@ class Catalog:
     def follow_others(self, own: int | None = None) -> None:
         """Read new commits, new segments and removals, but no commits of `own`: only this process appends to it."""
         with self.lock:
-            growing = [s for s in self.every_segment if not s.finished and s.ordinal != own]
-            self.medium.bucket.beside(self.journal.catch_up, partial(self._read_commits, growing))
+            self.medium.bucket.beside(self.journal.catch_up, partial(self._read_commits, own=own))
             changed = self.journal.state.number != self.state.number
             if changed or any(isinstance(failed.error, OSError) for failed in self.failed.values()):
                 self._take_state()
@@ -169,10 +168,10 @@ class Catalog:
                 if self._looked_generation == before:
                     self._looked_generation = self.generation  # what this process wrote needs no look
 
-    def _read_commits(self, segments: Sequence[Segment] | None = None) -> None:
-        """Read new commits of segments, by default of all open ones. If one cannot be read, the others still count."""
+    def _read_commits(self, segments: Sequence[Segment] | None = None, *, own: int | None = None) -> None:
+        """Read new commits of segments, by default of all open ones but `own`, even if one cannot be read."""
         if segments is None:
-            segments = [s for s in (*self.segments.values(), *self.updates.values()) if not s.finished]
+            segments = [s for s in self.every_segment if not s.finished and s.ordinal != own]
         before = [(segment, segment.rows) for segment in segments]
         try:
             self.medium.refresh(segments)
