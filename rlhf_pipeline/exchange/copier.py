@@ -56,8 +56,7 @@ def copy_store(
             num_chosen = len(ids)
             ids, _ = complete_episodes(opened, ids[stored_last_rows(opened, ids)])
             left_out += num_chosen - len(ids)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(target, exclusive=False) as part:
+        with new_file(target, exclusive=False, parents=True) as part:
             copy_intact(opened, part, ids, backend=backend, on_rows=on_rows)
         columns = opened.schema.names
     return ExportReport(path=target, kind=backend, num_trajectories=len(ids), num_left_out=left_out, columns=columns)

@@ -103,8 +103,7 @@ def export_store(
     check_absent(target, *([beside] if kind == "jsonl" else []))
     with chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable) as (opened, ids, left_out):
         schema = opened.schema if columns is None else Schema([opened.schema[name] for name in columns])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(target, exclusive=False) as part:
+        with new_file(target, exclusive=False, parents=True) as part:
             _WRITERS[kind](part, opened, schema, _parts(ids, batch_rows, on_batch))
             if kind != "parquet":
                 written = beside if kind == "jsonl" else schema_beside(part, kind)
@@ -119,8 +118,7 @@ def _export_atif(
     on_batch: Callable[[int, int], None] | None,
 ) -> ExportReport:
     check_absent(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with selection as (opened, ids, left_out), new_file(target, exclusive=False) as part:
+    with selection as (opened, ids, left_out), new_file(target, exclusive=False, parents=True) as part:
         documents = (
             document for some in _parts(ids, batch_rows, on_batch) for document in atif_documents(opened, some)
         )

@@ -130,8 +130,7 @@ def model_from_gguf(folder: str | os.PathLike[str], *, gguf: str | os.PathLike[s
 
 def _write(target: Path, model: Any, tokenizer: Any) -> None:
     """Build the folder under another name, and rename it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(target, exclusive=False) as part:
+    with new_file(target, exclusive=False, parents=True) as part:
         with quiet_progress():
             model.save_pretrained(part)
         tokenizer.save_pretrained(part)

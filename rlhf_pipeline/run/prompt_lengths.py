@@ -236,7 +236,5 @@ def _remembered_in(prompts: Sequence[Prompt], source: PromptSource, policy: Toke
 
 def _remember(file: Path, text: str) -> None:
     """Write the file whole or not at all; where it cannot be written, the next start checks again."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(file, exclusive=False) as part:
-            part.write_text(text, encoding="utf-8")
+    with suppress(OSError), new_file(file, exclusive=False, parents=True) as part:
+        part.write_text(text, encoding="utf-8")

@@ -52,8 +52,7 @@ def copy_folder(source: Path, target: Path, root: Root) -> None:
         raise StoreExistsError(f"{target} is inside the folder of the store. Choose another path for the copy.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StoreExistsError(f"{target} already exists. Choose another path for the copy.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(target, sync=True) as building:
+    with new_file(target, sync=True, parents=True) as building:
         journal = Journal(FolderBucket(source, durable=False), root.catalog_json(), root.first_state)
         _copy_rounds(source, building, journal)
         for path in building.rglob("*"):

@@ -13,17 +13,20 @@ from pathlib import Path
 
 
 @contextmanager
-def new_file(target: Path, *, sync: bool = False, exclusive: bool = True) -> Generator[Path]:
+def new_file(target: Path, *, sync: bool = False, exclusive: bool = True, parents: bool = False) -> Generator[Path]:
     """Yield a path to write a file or a folder at; at the end it replaces `target`, after an error it is removed.
 
     A reader, or a restart after a kill, sees the old content or the new. A folder replaces an empty folder only.
 
     Args:
-        target: the file or folder; its parent exists.
+        target: the file or folder.
         sync: sync the file, or the entries of the folder, and the rename, so that they survive a power loss.
         exclusive: only this process writes `target`; its next write replaces what a kill left. Otherwise the path has
             the process's id, and each of several processes writes a complete file.
+        parents: create the folders above `target`; otherwise they exist, and one that was removed is not made again.
     """
+    if parents:
+        target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.tmp" if exclusive else f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(part, ignore_errors=True)
     try:

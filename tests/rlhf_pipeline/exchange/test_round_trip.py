@@ -339,6 +339,15 @@ def test_filters_that_cannot_be(tmp_path: Path, condition: str, wanted: str):
         select(store, [condition])
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "dataset", "one.atif.jsonl", "many.atif"])
+def test_an_export_of_no_rows_makes_no_folder(tmp_path: Path, name: str):
+    """If no row meets the filters, neither the target nor a folder above it is created."""
+    store = small(tmp_path / "a")
+    with pytest.raises(DefinitionError):
+        export_store(store, tmp_path / "new" / name, filters=["reward>1000"])
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_export_of_some(tmp_path: Path):
     """Filters and columns choose; what is there is never overwritten, and a failed export leaves nothing."""
     store = small(tmp_path / "a")
