@@ -48,7 +48,7 @@ def test_the_page_answers_where_things_are():
             for file in files:
                 assert name in names_in(file), (row[0], file, name)
                 checked += 1
-        for name, path in re.findall(r"`(\w+)[.\w]*` of `([\w/]+\.py)`", row[-1]):
+        for name, path in re.findall(r"`(\w+)[.\w]*` in `([\w/]+\.py)`", row[-1]):
             assert name in names_in(ROOT / path), (row[0], path, name)
     assert checked > 20
 
