@@ -81,8 +81,7 @@ class TinyPolicy(Settings):
     )
     response_template: dict[str, Any] | None = setting(
         None,
-        help="The tokenizer's `response_template`, in the format of transformers. It defines how tool calls are "
-        "parsed.",
+        help="The tokenizer's `response_template`, in the transformers format. It defines how tool calls are parsed.",
     )
     lora_rank: int = setting(
         0,
@@ -131,7 +130,7 @@ class PretrainedPolicy(Settings):
         0,
         min=0,
         help="Rank of the LoRA adapters; 0 trains all weights. A rank above 0 trains only the adapters and requires "
-        "peft. The reference is then the same model with its adapters disabled, so no second model is needed.",
+        "peft. The reference model is then the policy with its adapters disabled, so no second model is needed.",
     )
     lora_alpha: float = setting(32.0, above=0, help="The adapters' output is scaled by `lora_alpha / lora_rank`.")
     lora_targets: str = setting(
@@ -167,9 +166,9 @@ class Collect(Settings):
         1,
         min=1,
         help="Maximum number of sampling rounds per rollout, each with `prompts_per_rollout` prompts (dynamic "
-        "sampling; DAPO, arXiv:2503.14476). The rollout keeps the first groups whose rewards are not all equal. "
-        "If there are too few of these groups after the last round, groups with equal rewards fill the rollout. "
-        "1 keeps every group.",
+        "sampling; DAPO, arXiv:2503.14476). The rollout keeps the first `prompts_per_rollout` groups whose rewards "
+        "are not all equal. If there are fewer such groups after the last round, groups with equal rewards fill the "
+        "rollout. 1 keeps every group.",
     )
     dynamic_by: str | None = setting(
         None,
@@ -198,9 +197,10 @@ class Collect(Settings):
     reply_after: int = setting(
         32,
         min=0,
-        help="For an environment with `async def step` or `parallel = True`: number of sampling steps, with one token "
-        "per slot, between the end of a turn and the use of its reply. Calls run in the meantime, and sampling "
-        "waits only for replies that are due. Therefore, only the data determines which rows share a batch.",
+        help="For an environment with `async def step` or `parallel = True`: number of sampling steps (one token per "
+        "slot) between the end of a turn and the step that uses the reply. Calls run in the meantime, and sampling "
+        "waits only for replies that are due. Which rows share a batch therefore depends only on the data, not on the "
+        "duration of the calls.",
     )
     call_threads: int = setting(
         256,
@@ -212,8 +212,7 @@ class Collect(Settings):
         None,
         min=1,
         help="With an environment: maximum number of conversations, and therefore of environments, that exist at the "
-        "same time. The conversations of a rollout run in batches of this size. None starts all conversations "
-        "together.",
+        "same time. The conversations of a rollout run in batches of this size. None starts all conversations at once.",
     )
     history: Literal["sampled", "rewritten"] = setting(
         "sampled",
@@ -231,22 +230,22 @@ class Collect(Settings):
     max_call_errors: int | None = setting(
         4,
         min=1,
-        help="With tools: maximum number of failed calls (malformed, unknown tool, wrong arguments) in a conversation. "
-        "The policy receives each error; the error that reaches the limit ends the conversation with the finish "
-        "reason `calls`. With None, only `max_turns` limits the number of failed calls.",
+        help="With tools: maximum number of failed calls (malformed call, unknown tool or wrong arguments) in a "
+        "conversation. The policy receives each error; the error that reaches the limit ends the conversation with "
+        "the finish reason `calls`. With None, only `max_turns` limits the number of failed calls.",
     )
     retries: int = setting(
         0,
         min=0,
         help="Maximum number of retries of a failed reward call, or of a conversation that ended with an "
-        "infrastructure failure (a timeout, a tool error, an abort by the engine). The failures are stored with "
-        "the trajectory. Not supported for an environment with `has_effects`.",
+        "infrastructure failure (a timeout, a tool error or an abort by the engine). The failures are stored with the "
+        "trajectory. Not supported for an environment with `has_effects`.",
     )
     alarm_failed: float = setting(
         0.1,
         min=0,
         max=1,
-        help="Report a rollout if more than this share of its trajectories has no trusted reward.",
+        help="Report a rollout if more than this share of its trajectories have no trusted reward.",
     )
     temperature: float = setting(
         1.0,
@@ -291,7 +290,7 @@ class Collect(Settings):
     num_slots: int = setting(64, min=1, help="Number of completions generated in parallel.")
     engine: str = setting(
         "slots",
-        help="The sampling engine. `slots` is built in. `vllm` requires the extra `vllm`. Both run in the same "
+        help="The sampling engine. `slots` is built in. `vllm` requires the extra `vllm`. Both run in the collector's "
         "process. `http://HOST:PORT` is the address of a vLLM server. See docs/engines.md for how to start each "
         "engine and how reproducible its runs are.",
     )
@@ -378,10 +377,10 @@ class WritePath(Settings):
         "grpo",
         help="How the returns of a group are converted to advantages; the formulas are in "
         "`rlhf_pipeline.functional.advantage`. `reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's "
-        "`scale_rewards=batch`) divide by the standard deviation over the rollout. With `replay`, they divide by "
-        "the standard deviation over all gathered trajectories. `turn_grpo` computes an advantage for each turn "
-        "of a conversation from the rewards of that turn and later turns. `gdpo` normalises each named reward "
-        "within its group, and then the weighted sum over the rollout. A custom function (`EstimatorFunction` in "
+        "`scale_rewards=batch`) divide by the standard deviation over the rollout. With `replay`, they divide by the "
+        "standard deviation over all gathered trajectories. `turn_grpo` computes an advantage for each turn of a "
+        "conversation from the rewards of that turn and later turns. `gdpo` normalises each named reward within each "
+        "group, and then normalises their weighted sum over the rollout. A custom function (`EstimatorFunction` in "
         "the same module) is also accepted; on the command line, specify `FILE.py:NAME`.",
     )
     turn_discount: float = setting(
@@ -394,9 +393,9 @@ class WritePath(Settings):
     episode_return: Literal["sum", "verl", "skyrl"] = setting(
         "sum",
         help="How the return of an episode with several rows is computed. All rows of the episode have the same "
-        "advantage. `sum`: the rewards of all rows, minus the KL penalties of all tokens. `verl`: the rewards of "
-        "the last row, minus the KL penalties of its tokens. `skyrl`: the reward of the last turn, minus the KL "
-        "penalties of its tokens. For an episode with one row and one turn, all three are equal.",
+        "advantage. `sum`: the rewards of all rows, minus the KL penalties of all tokens. `verl`: the rewards of the "
+        "last row, minus the KL penalties of its tokens. `skyrl`: the reward of the last turn, minus the KL penalties "
+        "of its tokens. For an episode with one row and one turn, all three values give the same return.",
     )
     kl_coef: float = setting(
         0.0,
@@ -480,15 +479,15 @@ class Buffer(Settings):
     max_bytes: int | None = setting(
         None,
         min=1,
-        help="Maximum size of the run folder on disk, in bytes; None uses all free space. The run warns one day "
-        "before it would reach the limit at the current rate. If another step and its checkpoint would exceed "
-        "the limit, the run saves a checkpoint and stops.",
+        help="Maximum size of the run folder on disk, in bytes; with None, only the free space limits the size. The "
+        "run warns one day before it would reach the limit at the current rate. If another step and its checkpoint "
+        "would exceed the limit, the run saves a checkpoint and stops.",
     )
     max_staleness: int = setting(
         0,
         min=0,
         help="Maximum age of a trajectory in a batch: the number of optimizer steps since the oldest weights that "
-        "produced the trajectory. Steps on the newest rollout are always allowed.",
+        "sampled a token of the trajectory. Steps on the newest rollout are always allowed.",
     )
 
 
@@ -501,28 +500,29 @@ class Sample(Settings):
 
     strategy: Strategy | Callable[..., Any] = setting(
         "fresh",
-        help="`fresh` uses all trajectories within the age limit. In a run, these are the trajectories of the newest "
-        "rollout. With `replay`, `fresh` uses every trajectory once per epoch, `batch_size` trajectories per "
+        help="`fresh` uses all trajectories within the age limit. Without `replay`, these are the trajectories of the "
+        "newest rollout. With `replay`, `fresh` uses every trajectory once per epoch, `batch_size` trajectories per "
         "step. The order changes with each epoch, and groups are kept together. The other strategies draw "
-        "`batch_size` trajectories. `uniform` draws with equal probability. `recency` prefers recent "
-        "trajectories. `priority` prefers recent trajectories with a large absolute advantage. `group` draws "
-        "complete groups. `success` draws complete groups with a medium success rate. `variance` draws complete "
-        "groups whose rewards vary. `mix` draws part of the batch from the newest rollout and the rest in the "
-        "same way as `recency`. `anchored` uses the complete newest rollout in the first step on that rollout. "
-        "In the remaining steps (see `learn.epochs`), `anchored` draws a batch in the same way as `recency`. See "
-        "`rlhf_pipeline.buffer.samplers`. A custom function (`StrategyFunction` in the same module) is also "
-        "accepted; on the command line, specify `FILE.py:NAME`.",
+        "`batch_size` trajectories. `uniform` draws with equal probability. `recency` prefers recent trajectories. "
+        "`priority` prefers recent trajectories with a large absolute advantage. `group` draws complete groups. "
+        "`success` draws complete groups with a medium success rate. `variance` draws complete groups whose rewards "
+        "vary. `mix` draws part of the batch from the newest rollout and the rest in the same way as `recency`. "
+        "`anchored` uses the complete newest rollout in the first step on that rollout. In the remaining steps (see "
+        "`learn.epochs`), `anchored` draws a batch in the same way as `recency`. See `rlhf_pipeline.buffer.samplers`. "
+        "A custom function (`StrategyFunction` in the same module) is also accepted; on the command line, specify "
+        "`FILE.py:NAME`.",
     )
     batch_size: int | None = setting(
         None,
         min=1,
-        help="Number of trajectories per step; None uses the number of trajectories in a rollout. With `fresh`, it "
-        "can be set only for `replay`; in a run, use `learn.minibatches`.",
+        help="Number of trajectories per step; None uses the number of trajectories in a rollout. With `fresh`, it can "
+        "be set only if `replay` is set; otherwise, use `learn.minibatches`.",
     )
     tau: float | None = setting(
         None,
         above=0,
-        help="Age, in optimizer steps, at which a trajectory's probability has fallen to 1/e; None ignores the age.",
+        help="Age, in optimizer steps, at which the probability of drawing a trajectory has fallen to 1/e of its "
+        "initial value; None ignores the age.",
     )
     alpha: float = setting(
         1.0,
@@ -619,7 +619,7 @@ class Replay(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate(Settings):
-    """Evaluation, with the reward of the definition, on prompts that are never trained on."""
+    """Evaluation, with the reward of the definition, on prompts that are never used for training."""
 
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of the evaluation prompts.")
     every: int = setting(10, min=1, help="Number of optimizer steps between two evaluations.")
@@ -753,9 +753,8 @@ class DPPO(Settings):
     ratio_cap: float | None = setting(
         20.0,
         min=1,
-        help="Upper bound on the ratio of the policy to the behaviour policy, by which a token's gradient is "
-        "weighted. verl uses 20. "
-        "None sets no bound, as in the paper.",
+        help="Upper bound on the ratio of the policy's probability to the behaviour policy's probability, by which a "
+        "token's gradient is weighted. verl uses 20. None sets no bound, as in the paper.",
     )
 
     @property
@@ -801,12 +800,14 @@ class GRPO(Settings):
         None,
         above=0,
         below=1,
-        help="The ratio of the policy to the behaviour policy is clipped below `1 - clip_low`. None uses 0.2, "
-        "except for `cispo`, "
-        "which then has no lower clip, as in its paper.",
+        help="The ratio of the policy's probability to the behaviour policy's probability is clipped below `1 - "
+        "clip_low`. None uses 0.2, except for `cispo`, which then has no lower clip, as in the CISPO paper.",
     )
     clip_high: float = setting(
-        0.2, above=0, help="The ratio of the policy to the behaviour policy is clipped above `1 + clip_high`."
+        0.2,
+        above=0,
+        help="The ratio of the policy's probability to the behaviour policy's probability is clipped "
+        "above `1 + clip_high`.",
     )
     aggregation: Aggregation = setting(
         "token_mean",
@@ -831,8 +832,8 @@ class GRPO(Settings):
     )
     kl_importance_weight: bool = setting(
         False,
-        help="For stale trajectories: weight the KL term in the loss by the ratio of the policy to the behaviour "
-        "policy.",
+        help="For stale trajectories: weight the KL term in the loss by the ratio of the policy's probability to the "
+        "behaviour policy's probability.",
     )
     dual_clip: float | None = setting(
         None,
@@ -847,41 +848,40 @@ class GRPO(Settings):
     tis_cap: float | None = setting(
         None,
         above=0,
-        help="Truncated importance sampling: weight the policy loss by `min(exp(trainer log-prob - behaviour "
-        "log-prob), "
-        "tis_cap)`. The trainer's log-probs of a trajectory are computed before the first step that uses the "
-        "trajectory. Later steps clip the ratio relative to these log-probs. Requires an additional forward pass "
+        help="Truncated importance sampling: weight the policy loss by `min(exp(learner log-prob - behaviour "
+        "log-prob), tis_cap)`. The learner's log-probs of a trajectory are computed before the first step that uses "
+        "the trajectory. Later steps clip the ratio relative to these log-probs. Requires an additional forward pass "
         "per trajectory.",
     )
     tis_level: Level = setting(
         "token",
-        help="For `tis_cap`: `token` uses one weight per token. `sequence` uses one weight per completion, the "
-        "product over its tokens.",
+        help="For `tis_cap`: `token` uses one weight per token. `sequence` uses one weight per completion, computed "
+        "from the product of the ratios of its tokens.",
     )
     tis_floor: float | None = setting(None, min=0, help="Lower bound on the `tis_cap` weight.")
     icepop: MaskLevel | None = setting(
         None,
         help="Weight each token (`token`) or each completion (`sequence`, `product`) in the policy loss by the ratio "
-        "`exp(trainer log-prob - behaviour log-prob)`. The weight is 0 if the ratio is not between `icepop_low` and "
-        "`icepop_high`. The ratio of a completion is the geometric mean (`sequence`) or the product (`product`) "
-        "over its tokens. If `tis_cap` is also set, the `tis_cap` weight is used within the bounds.",
+        "`exp(learner log-prob - behaviour log-prob)`. The weight is 0 if the ratio is not between `icepop_low` and "
+        "`icepop_high`. The ratio of a completion is the geometric mean (`sequence`) or the product (`product`) over "
+        "its tokens. If `tis_cap` is also set, the `tis_cap` weight is used within the bounds.",
     )
     icepop_low: float = setting(0.5, min=0, help="Lower bound on the ratio; see `icepop`.")
     icepop_high: float = setting(5.0, above=0, help="Upper bound on the ratio; see `icepop`.")
     off_policy_threshold: float | None = setting(
         None,
         above=0,
-        help="Exclude completions with a negative advantage from the policy loss if the mean of `behaviour - current "
-        "log-prob` over their tokens is above this value, in nats (DeepSeek-V3.2). Requires computing the "
+        help="Exclude a completion with a negative advantage from the policy loss if the mean of `behaviour log-prob - "
+        "current log-prob` over its tokens is above this value, in nats (DeepSeek-V3.2). Requires computing the "
         "model's output head twice.",
     )
     top_entropy_quantile: float = setting(
         1.0,
         above=0,
         max=1,
-        help="Share of a step's tokens that have a policy loss; the tokens with the highest entropy are selected. "
-        "arXiv:2506.01939 uses 0.2. The other tokens still count in averages, as in TRL. Requires an additional "
-        "forward pass and a single process.",
+        help="Share of a step's tokens that the policy loss includes; the tokens with the highest entropy are "
+        "selected. arXiv:2506.01939 uses 0.2. The other tokens still count in averages, as in TRL. Requires an "
+        "additional forward pass and a single process.",
     )
     clip_cov: float | None = setting(
         None,
@@ -1055,8 +1055,8 @@ class Learn(Settings):
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
-        help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a training step. The results "
-        "are the same up to rounding. Sampling is never compiled. `auto` compiles on CUDA unless a compiled "
+        help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a training step. Compilation "
+        "changes the results only by rounding. Sampling is never compiled. `auto` compiles on CUDA unless a compiled "
         "module fails a comparison with the uncompiled module.",
     )
     stop_at_reward: float | None = setting(
@@ -1176,14 +1176,16 @@ class Pipeline(Settings):
     reward: RewardFunction | Reward | tuple[RewardFunction | Reward, ...] = setting(
         no_reward,
         help="A function `(prompt, completion, answer, meta) -> float`, a function with other arguments, or several "
-        "functions. Pass each function directly or as `Reward(function, weight=, name=)`; see docs/rewards.md. "
-        "If a call raises an exception, its trajectory fails and the run continues. Not needed with `replay`.",
+        "functions. Pass each function directly or as `Reward(function, weight=, name=)`; see docs/rewards.md. If a "
+        "call raises an exception, the trajectory is stored without a reward, and the run continues. Not needed with "
+        "`replay`.",
     )
     environment: Callable[..., Any] | dict[str, Any] | None = setting(
         None,
-        help="The environment that replies to the policy's turns: a class with `reset` and `step`, tools, an "
-        "environment from another library, or a dict of environments. For a dict, the `environment` column of "
-        "the prompts selects the environment. See docs/environments.md. With None, a trajectory has one turn.",
+        help="The environment that replies to the policy's turns: a class with the methods `reset` and `step`, "
+        "`Tools(...)`, an environment from another library, or a dict of environments. For a dict, the `environment` "
+        "column of the prompts selects the environment. See docs/environments.md. With None, a trajectory has one "
+        "turn.",
     )
     description: str = setting("", help="A one-line description for `rlhf-pipeline list`.")
     needs: str = setting("nothing", help="The prerequisites, as one phrase, for `rlhf-pipeline list`.")
@@ -1198,8 +1200,8 @@ class Pipeline(Settings):
     )
     evaluate: Evaluate | dict[str, Evaluate] | None = setting(
         None,
-        help='Evaluate the policy regularly on separate prompts, in one set or in several named sets, `{"gsm8k": '
-        "Evaluate(...)}`; see docs/evaluation.md. None disables evaluation.",
+        help="Evaluate the policy regularly on separate prompts, in one set or in several named sets, for example "
+        '`{"gsm8k": Evaluate(...)}`; see docs/evaluation.md. None disables evaluation.',
     )
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ def no_such_field(name: str, names: Iterable[str]) -> str:
 
 
 class PipelineError(Exception):
-    """The base class of all errors of this package. Its text is safe to print to a terminal."""
+    """The base class of all errors of this package. The text of an error is safe to print to a terminal."""
 
     def __str__(self) -> str:
         return plain(super().__str__())

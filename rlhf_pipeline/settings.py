@@ -136,7 +136,7 @@ class Setting:
     def kind(self) -> str:
         """Return the valid values as text: `a whole number, at least 1, or none`."""
         options = [option for option in _options(self.hint) if option is not type(None)]
-        words = _alternatives([_kind(option) for option in options])
+        words = _alternatives(_kinds(options))
         each = "each " if typing.get_origin(options[0]) is tuple else ""
         bounds = f", {each}{self.bounds.words()}" if self.bounds.words() else ""
         or_none = ", or none" if type(None) in _options(self.hint) else ""
@@ -308,8 +308,16 @@ def _kind(option: Any) -> str:
         return "a function" if origin is Callable else _with_article(getattr(origin, "__name__", str(origin)).lower())
     if getattr(option, "_is_protocol", False):
         members = _members(option)
-        return f"an object with the method{'s' if len(members) > 1 else ''} {' and '.join(members)}"
+        methods = " and ".join(f"`{name}`" for name in members)
+        return f"an object with {methods} methods" if len(members) > 1 else f"an object with a {methods} method"
     return _with_article(getattr(option, "__name__", str(option)))
+
+
+def _kinds(options: Sequence[Any]) -> list[str]:
+    """Return the kinds of the members of a union, which lists choices only once: `one of a, b, or a tuple of them`."""
+    choices = [option for option in options if _choices(option)]
+    tuples = [option for option in options if typing.get_args(option)[0:1] and typing.get_args(option)[0] in choices]
+    return [_kind(option) for option in options if option not in tuples] + ["a tuple of them"] * len(tuples)
 
 
 def _plural(option: Any) -> str:

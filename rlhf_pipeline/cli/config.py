@@ -14,14 +14,14 @@ from rlhf_pipeline.cli.output import echo, echo_raw
 HELP = "show the meaning, bounds and default of every setting"
 DETAILS = """\
 Shows every field of a definition. With the name of a pipeline or the path of your own file, shows the values in that
-definition. With a field or a group of fields, shows what each field means. The bounds of a field are checked whether
-you set it in Python or with --set.
+definition. With a field, or a part of the definition such as `sample`, shows what each field means. The bounds of a
+field are checked whether you set it in Python or with --set.
 
 examples:
   rlhf-pipeline config                       all settings and their defaults
   rlhf-pipeline config learn.lr              the meaning and bounds of one setting
-  rlhf-pipeline config sample                all settings of a group
-  rlhf-pipeline config copy_digits           the values in a pipeline; changed values are marked
+  rlhf-pipeline config sample                all settings in one part of the definition
+  rlhf-pipeline config copy_digits           the values in a definition; changed values are marked
   rlhf-pipeline config ./my_task.py learn.lr
   rlhf-pipeline config metrics               the meaning and unit of each metric in metrics.jsonl
 

@@ -26,7 +26,7 @@ examples:
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
-    command.add_argument("--to", required=True, metavar="STORE", help="the new folder; must not exist")
+    command.add_argument("--to", required=True, metavar="STORE", help="the new folder; must not exist yet")
     command.add_argument(
         "--backend",
         choices=("memmap", "zarr"),

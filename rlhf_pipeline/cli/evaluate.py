@@ -60,12 +60,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--definition",
         "--pipeline",
         metavar="NAME|FILE.py[:function]",
-        help="the definition that specifies the reward function and sampling (default: the definition of the run)",
+        help="the definition that specifies the reward function and the sampling settings (default: the definition of "
+        "the run)",
     )
     command.add_argument(
         "--out",
         metavar="DIR",
-        help=("the folder in which to store the rows of a MODEL (default: runs/MODEL-evaluation)"),
+        help=("the folder in which to store the evaluation rows of a MODEL (default: runs/MODEL-evaluation)"),
     )
     command.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 or mps (default: the run's device, or cpu)")
     add_overrides(command)

@@ -13,13 +13,13 @@ from rlhf_pipeline.report.formatting import count, duration
 HELP = "export a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
 Writes every column; ragged columns become lists of numbers. To restore an identical store, `import` the exported file.
-A filter consists of a column, one of >= <= == != > <, and a value. reward, version, date and group are short names of
+A filter consists of a column, one of >= <= == != > <, and a value. reward, version, date and group are short names for
 columns. num_tokens and num_completion_tokens, the number of tokens that the policy sampled, are also available.
 
 examples:
   rlhf-pipeline export runs/copy_digits --to copy_digits.parquet
   rlhf-pipeline export runs/copy_digits --to dataset --filter 'reward>=0.5' --filter 'version<100'
-  rlhf-pipeline export runs/copy_digits --to agents.atif    agent trajectories in ATIF, one file each
+  rlhf-pipeline export runs/copy_digits --to agents.atif    agent trajectories in ATIF, one file per trajectory
   rlhf-pipeline export runs/copy_digits --to best.jsonl --filter 'date>=2026-01-31' --columns prompt completion"""
 
 
@@ -30,7 +30,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="FILE.parquet|FILE.jsonl|FOLDER",
-        help="the output path, which must not exist yet; a folder path writes a dataset, and NAME.atif writes ATIF",
+        help="the output path, which must not exist yet; a folder path selects a dataset, and NAME.atif selects ATIF",
     )
     add_filter(command)
     add_skip_damaged(command)

@@ -57,7 +57,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="FIELD|N|none",
         help=(
             "the field that identifies the group, or the number of consecutive rows per group; none makes each row a "
-            "group of its own"
+            "separate group"
         ),
     )
     command.add_argument(
@@ -92,8 +92,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--source",
         default="",
         metavar="NAME",
-        help="name of the training run that wrote the files; with different names, equal rows from two runs are both "
-        "stored",
+        help="name of the training run that wrote the files; with different names, identical rows from two runs are "
+        "both stored",
     )
     command.add_argument("--no-chat-template", action="store_true", help="encode prompts as plain text")
     command.add_argument(

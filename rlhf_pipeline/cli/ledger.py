@@ -7,7 +7,7 @@ import argparse
 from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_json, positive
 
-HELP = "show the number and age of the trajectories in the newest steps"
+HELP = "show the number and age of the trajectories in the latest steps"
 DETAILS = """\
 examples:
   rlhf-pipeline ledger runs/copy_digits

@@ -27,7 +27,7 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist")
+    command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist yet")
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--text", metavar="FILE", help="the text file on which to train the tokenizer of the untrained model"

@@ -42,7 +42,7 @@ examples:
   rlhf-pipeline inspect runs/copy_digits          counts, lengths and rewards
   rlhf-pipeline show runs/copy_digits --id 17     one trajectory, token by token
   rlhf-pipeline tail runs/copy_digits -f          follow a run
-  rlhf-pipeline status runs/copy_digits           processes, waits, disk use and alarms
+  rlhf-pipeline status runs/copy_digits           processes, waits, disk usage and alarms
   rlhf-pipeline view runs/copy_digits             curves, groups and tokens in a browser
   rlhf-pipeline evaluate runs/mine --best         evaluate the best checkpoint on held-out prompts
   rlhf-pipeline replay runs/copy_digits           reproduce the learning curve from the store
@@ -251,14 +251,14 @@ def add_watching(command: argparse.ArgumentParser) -> None:
         "--progress-timeout",
         type=seconds,
         metavar="S",
-        help="exit with code 3 if a rollout or step takes more than S seconds; with --collectors, the process is "
-        "restarted (default: no limit)",
+        help="exit with code 3 if a rollout or step takes more than S seconds; `run --collectors` then restarts the "
+        "process (default: no limit)",
     )
     command.add_argument(
         "--metrics-port",
         type=positive,
         metavar="PORT",
-        help="export state, alarms and metrics as Prometheus text at http://HOST:PORT/metrics (requires the "
+        help="export state, alarms and metrics in the Prometheus text format at http://HOST:PORT/metrics (requires the "
         "`prometheus` extra)",
     )
     command.add_argument(

@@ -35,9 +35,8 @@ Learns from the trajectories of stores and runs, without sampling. The trajector
 folder, which contains all the files of a run. Missing log-probs and advantages are computed first.
 
 A single RUN is replayed with its own definition, seed and order of trajectories, and the results are compared with the
-run. On a CPU, loss, reward, gradient norm and weights are bitwise equal. For a STORE, the default definition is
-`offline_replay`.
-Filters have the same syntax as for `export`.
+recorded results. On a CPU, loss, reward, gradient norm and weights are bitwise equal. For a STORE, the default
+definition is `offline_replay`. Filters have the same syntax as for `export`.
 
 examples:
   rlhf-pipeline replay runs/copy_digits                     reproduce the learning curve from the store
@@ -86,8 +85,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--from-step",
         type=positive,
         metavar="K",
-        help="repeat step K and later steps of one RUN from a checkpoint, and compare the results; the run is not "
-        "modified",
+        help="repeat step K and later steps of one RUN from a checkpoint, and compare the results with the recorded "
+        "ones; the run is not modified",
     )
 
 

@@ -85,7 +85,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--collector-gpus",
         type=share,
         metavar="G",
-        help="GPUs per collector with --ray (default: 1 with --device cuda)",
+        help="number of GPUs per collector with --ray (default: 1 with --device cuda)",
     )
     processes.add_argument(
         "--max-failures",

@@ -18,7 +18,7 @@ examples:
   rlhf-pipeline verify runs/copy_digits
   rlhf-pipeline verify runs/copy_digits/store
   rlhf-pipeline verify runs/copy_digits/store --accept-loss          all reported trajectories
-  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    the commits with these trajectories"""
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    the commits that contain these trajectories"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -411,7 +411,8 @@ class Curriculum(Settings):
         0.1,
         above=0,
         max=1,
-        help="The share of its weight that a source keeps if each of its prompts is either always or never solved.",
+        help="The share of a source's weight that remains if each of the source's prompts is either always or never "
+        "solved.",
     )
 
     def weight(self, base: float, success: Sequence[float]) -> float:

@@ -216,7 +216,7 @@ class Warehouses(Settings):
     """
 
     size: int = setting(6, min=4, max=10, help="Number of cells per side, including the outer walls.")
-    most_moves: int = setting(4, min=1, help="Maximum number of moves of a shortest solution.")
+    most_moves: int = setting(4, min=1, help="Maximum number of moves in the shortest solution.")
     most_walls: int = setting(1, min=0, help="Maximum number of inner walls.")
     held_out: bool = setting(False, help="Use only the held-out warehouses.")
 

@@ -36,8 +36,8 @@ class LossSettings(GRPO):
     )
     reduction: Literal["mean", "sum", "none"] = setting(
         "mean",
-        help="`mean` (by `aggregation`), `sum` (plain sum over tokens), or `none` ([B, T], weighted only by "
-        '`"loss_weight"`).',
+        help="How the token losses are reduced: `mean` (weighted as `aggregation` specifies), `sum` (plain sum over "
+        'tokens), or `none` (not reduced: [B, T], weighted only by `"loss_weight"`).',
     )
     kl_mask_threshold: float | None = setting(
         None,
@@ -46,7 +46,9 @@ class LossSettings(GRPO):
         '`"loss_weight"`, the weights are computed from the counts of the remaining tokens, as in TorchRL; with it, '
         "the weights do not change.",
     )
-    kl_to_inference_coeff: float = setting(0.0, min=0, help="Weight of a KL term against the behaviour log-probs.")
+    kl_to_inference_coeff: float = setting(
+        0.0, min=0, help="Weight of the KL divergence from the behaviour policy in the loss."
+    )
     masking_strategy: MaskingStrategy = setting(
         "rlhf",
         help="`rlhf`: the assistant mask. `sft`: everything after the prompt (`num_prompt_tokens` or ragged prompt "
@@ -54,20 +56,26 @@ class LossSettings(GRPO):
     )
     decoupled: bool = setting(
         False,
-        help='Read proximal log-probs from `("prox_log_probs", "full")`; otherwise the behaviour log-probs are '
-        "proximal. `tis_cap` and `icepop` compare the two. In a definition: true if one of them is set.",
+        help='Read proximal log-probs from `("prox_log_probs", "full")`; if false, the behaviour log-probs also serve '
+        "as proximal log-probs. `tis_cap` and `icepop` compare the two. In a definition: true if one of them is set.",
     )
     max_completion_tokens: int | None = setting(
-        None, help='The constant of `dr_grpo`; not needed if the batch has `"loss_weight"`.'
+        None, help='The fixed length by which `dr_grpo` divides; not needed if the batch has `"loss_weight"`.'
     )
     temperature: float | None = setting(
-        None, above=0, help=("Temperature of scoring; None uses the temperature of the actor, or 1 if it has none.")
+        None,
+        above=0,
+        help=(
+            "Temperature at which log-probs are computed; None uses the temperature of the actor, or 1 if it has none."
+        ),
     )
     head: Literal["auto", "fused", "recompute"] = setting(
-        "auto", help="`fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; any objective), or `auto`."
+        "auto",
+        help="How the head is computed: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; "
+        "any objective), or `auto`.",
     )
     chunk_size: int | None = setting(
-        None, min=1, help="Number of rows per chunk of the head; None selects it by the size of the head."
+        None, min=1, help="Number of rows per chunk of the head; None selects a number that suits the size of the head."
     )
     padding_side: Side = setting("right", help="The side on which all ragged leaves are padded.")
 

@@ -108,7 +108,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "evaluation/pass@K",
                 "share",
-                "unbiased estimate of the share of prompts that at least one of K completions solves",
+                "unbiased estimate of the share of prompts that are solved by at least one of K completions",
             ),
             Figure("evaluation/reward/NAME", "reward", "unweighted mean over prompts of the reward or component NAME"),
             Figure("evaluation/completion_length", "tokens", "mean number of tokens after the prompt"),
@@ -182,7 +182,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             ),
             Figure("kl_to_inference", "nats/token", "KL divergence of the behaviour policy from the policy"),
             Figure(
-                "sampler_gap", "nats/token", "mean absolute difference between the policy's and the behaviour log-probs"
+                "sampler_gap",
+                "nats/token",
+                "mean absolute difference between the policy's log-probs and the behaviour log-probs",
             ),
         ),
     ),

@@ -35,13 +35,16 @@ class AdvantageSettings(WritePath):
     grpo_size: int = setting(min=1, help="Number of trajectories in a complete group.")
     prompt_key: Key | None = setting(
         None,
-        help="Key that identifies the group if there is no `group_id`: a string, a number or a tensor; for `prompt`, "
-        '`query` and `text`, a string. None tries these keys and `("tokens", "prompt")`.',
+        help="Key whose value identifies the group if there is no `group_id`. The value is a string, a number or a "
+        "tensor; under the keys `prompt`, `query` and `text`, it must be a string. None tries these three keys and "
+        '`("tokens", "prompt")`.',
     )
     rewards_key: Key = setting(REWARD, help="Key of the rewards. If missing, `task_reward` is used.")
     advantage_key: Key = setting(ADVANTAGE, help="Key of the advantage.")
     done_key: Key = setting(
-        DONE, help="True at the last step of a trajectory. If missing, every row is a complete trajectory."
+        DONE,
+        help="Key of the flag that is true at the last step of a trajectory. If missing, every row is a complete "
+        "trajectory.",
     )
     verbose: bool = setting(False, help="Log a line for every batch of complete groups.")
     trajectory_return: Literal["sum", "mean", "max"] | None = setting(
@@ -58,24 +61,27 @@ class AdvantageSettings(WritePath):
         None, help="Key that identifies the group. None uses `group_id` if present, otherwise `prompt_key`."
     )
     clock: Callable[[], float] = setting(
-        time.time, help="Returns the time in seconds. Groups wait across processes, so the default is the time of day."
+        time.time,
+        help="Function that returns the time in seconds. Groups can wait across processes, so the default "
+        "is wall-clock time.",
     )
     batch_groups: int | None = setting(
         None,
         min=1,
-        help="Number of groups per batch. The integer `group_id` divided by this, rounded down, is the number of the "
-        "batch. Groups of a batch wait for each other, so the batch does not depend on the order in which its "
+        help="Number of groups per batch. The integer `group_id` divided by this number, rounded down, is the number "
+        "of the batch. Groups of a batch wait for each other, so the batch does not depend on the order in which its "
         "trajectories arrive. None for estimators that need no batch.",
     )
     scored_in: torch.dtype = setting(
         torch.float32,
-        help="The dtype in which the models compute log-probs. With a KL penalty in the reward, a group has no spread "
-        "if its task rewards are equal and its returns differ only by the penalty's rounding.",
+        help="The dtype in which the models compute log-probs. It determines the rounding of the KL penalty: returns "
+        "count as equal if the task rewards are equal and the returns differ only by this rounding.",
     )
     rewards: dict[str, float] = setting(
         factory=dict,
         help="The names and weights of the rewards that a batch stores separately under the keys `reward_NAME`. "
-        "`gdpo` and functions that request them use these rewards. Without names, the return is the only reward.",
+        "`gdpo`, and custom estimators that request them, use these rewards. Without names, the return is the only "
+        "reward.",
     )
 
     def checked_estimator(self) -> EstimatorEntry:

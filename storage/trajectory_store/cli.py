@@ -62,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command; each subcommand sets `work`."""
     command_parser = argparse.ArgumentParser(
         prog="trajectory-store",
-        description="Stores of trajectories: folders, or URLs such as s3://bucket/store.",
+        description="Check, print, copy and export trajectory stores. A store is a folder, or a URL such as "
+        "s3://bucket/store.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,12 +102,12 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     for subparser in (stats, show, copy, export):
         subparser.add_argument(
-            "--where", metavar="CONDITION", help="only trajectories that meet CONDITION, such as 'task_reward>=0.5'"
+            "--where", metavar="CONDITION", help="use only trajectories that meet CONDITION, such as 'task_reward>=0.5'"
         )
     for subparser in (copy, export):
         subparser.add_argument("--skip-damaged", action="store_true", help="skip and count damaged trajectories")
     for subparser in (show, export):
-        subparser.add_argument("--columns", metavar="A,B", help="only these columns")
+        subparser.add_argument("--columns", metavar="A,B", help="include only these columns")
     return command_parser
 
 

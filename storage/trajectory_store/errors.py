@@ -99,7 +99,7 @@ class WriteFailedError(StoreError, OSError):
 
 
 class UnsyncedError(WriteFailedError):
-    """A sync failed after a write. The written rows or values are in the store, but may be lost in a power failure."""
+    """A sync failed after a write. The written rows or values are in the store, but may not survive a power loss."""
 
 
 class ReadFailedError(StoreError, OSError):

@@ -63,8 +63,8 @@ def base(**changes: Any) -> Pipeline:
             lambda: base(reward="token_match"),
             "Pipeline.reward is 'token_match'; it must be a function, a Reward, or a tuple of functions or Rewards.",
         ),
-        (lambda: base(prompts="train.jsonl"), "it must be an object with the method prompt."),
-        (lambda: base(prompts=CopyDigits), "it must be an object with the method prompt."),
+        (lambda: base(prompts="train.jsonl"), "it must be an object with a `prompt` method."),
+        (lambda: base(prompts=CopyDigits), "it must be an object with a `prompt` method."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(make: Callable[[], Any], message: str):

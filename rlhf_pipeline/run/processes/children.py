@@ -47,32 +47,32 @@ class SupervisorConfig(Settings):
     max_failures: int = setting(
         5,
         min=1,
-        help="Stop after this many consecutive failures of a process without a new step of the learner. A stored "
-        "rollout or a step resets the count.",
+        help="Stop the run after this many consecutive failures of a process without a new step of the learner. A "
+        "stored rollout or a step resets the count.",
     )
     start_timeout_s: float = setting(
         300.0,
         min=0,
-        help="Kill a process that has not reported within this many seconds of its start. Imports from a cold disk are "
-        "slow.",
+        help="Kill a process that has not reported within this many seconds of its start. Python imports from a cold "
+        "disk are slow.",
     )
     hang_timeout_s: float = setting(
         60.0,
         min=0,
-        help="Kill a process whose heartbeat is older than this, in seconds. A thread renews it every two seconds, "
-        "even during a long rollout or step, so only a frozen or stopped process exceeds the limit.",
+        help="Kill a process whose heartbeat is older than this number of seconds. A thread renews the heartbeat every "
+        "two seconds, even during a long rollout or step, so only a frozen or stopped process exceeds the limit.",
     )
     progress_timeout_s: float | None = setting(
         None,
         min=0,
-        help="Kill a process that spends more than this many seconds in one rollout or step, for example in a "
-        "hanging reward function. None sets no limit, because the duration depends on the task.",
+        help="Kill a process that spends more than this many seconds on one rollout or step, for example in a hanging "
+        "reward function. None sets no limit, because the duration depends on the task.",
     )
     stop_timeout_s: float = setting(
         120.0,
         min=0,
-        help="Seconds that processes have to finish and save after a stop is requested. They are then killed, which "
-        "loses unfinished work but no acknowledged rows.",
+        help="Maximum number of seconds for processes to finish and save after a stop is requested. Any process that "
+        "is still running is then killed, which loses unfinished work but no acknowledged rows.",
     )
 
     def delay_s(self, failures: int) -> float:
