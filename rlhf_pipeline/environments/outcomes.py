@@ -68,13 +68,13 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="row full",
-        what="`collect.max_row_tokens`, or the model's context, is reached",
+        what="`collect.max_row_tokens`, or the model's maximum context, is reached",
         then="ends",
         finish_reason=LENGTH,
     ),
     Outcome(
         name="reply too long",
-        what="the reply does not fit in the row, or `collect.max_reply_tokens` truncates it and appends a mark",
+        what="the reply does not fit in the row, or `collect.max_reply_tokens` truncates it and appends a marker",
         then="ends, or continues with the truncated reply",
         finish_reason=LENGTH,
     ),
@@ -85,7 +85,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="tool rejected",
-        what="a tool raises an exception that the arguments cause (`ValueError`, `KeyError`, ...)",
+        what="a tool raises an exception that the arguments caused (`ValueError`, `KeyError`, ...)",
         then="continues with the error message",
     ),
     Outcome(
@@ -157,7 +157,7 @@ OUTCOMES: Final = (
     ),
     Outcome(
         name="engine aborted",
-        what="another client or a restart ends the request",
+        what="another client, or a restart of the server, aborts the request",
         then="restarts (`collect.retries`); otherwise the run ends, and `--resume` samples the rollout again",
         reward="from the next attempt",
     ),
