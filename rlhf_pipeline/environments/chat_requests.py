@@ -80,11 +80,11 @@ PARAMETERS: Final = (
         rule="text, or a list of text parts; images, audio and files are rejected. `developer` is treated as `system`",
     ),
     Parameter(name="model", treatment=IGNORED, rule="any name is accepted; the response repeats it"),
-    Parameter(name="tools", treatment=HONOURED, rule="functions, shown through the chat template"),
+    Parameter(name="tools", treatment=HONOURED, rule="functions; the chat template presents them to the policy"),
     Parameter(
         name="tool_choice",
         treatment=HONOURED,
-        rule="`auto`; with `none` the tools are not shown. `required` and a named function are rejected",
+        rule="`auto`; with `none`, the policy does not receive the tools. `required` and a named function are rejected",
         accepts=_is_auto,
     ),
     Parameter(
@@ -110,7 +110,7 @@ PARAMETERS: Final = (
     Parameter(
         name="max_tokens",
         treatment=IGNORED,
-        rule="`collect.max_new_tokens` is the limit, with `finish_reason` `length`",
+        rule="`collect.max_new_tokens` is the limit; the `finish_reason` of a truncated completion is `length`",
     ),
     Parameter(name="max_completion_tokens", treatment=IGNORED, rule="see `max_tokens`"),
     Parameter(name="stop", treatment=REJECTED, rule="set `collect.stop`", accepts=_is_off),
