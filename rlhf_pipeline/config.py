@@ -205,8 +205,8 @@ class Collect(Settings):
     call_threads: int = setting(
         256,
         min=1,
-        help="Maximum number of threads for rewards, environments and tools; each conversation always uses the same "
-        "thread.",
+        help="Maximum number of threads for reward functions, environments and tools; each conversation always uses "
+        "the same thread.",
     )
     live_conversations: int | None = setting(
         None,
@@ -279,7 +279,8 @@ class Collect(Settings):
         "supports stop strings.",
     )
     keep_stop: bool = setting(
-        True, help="Whether the text passed to the reward includes the stop string; the tokens always include it."
+        True,
+        help="Whether the text passed to the reward function includes the stop string; the tokens always include it.",
     )
     prefill: str = setting(
         "",
@@ -542,16 +543,16 @@ class Sample(Settings):
         None,
         above=0,
         max=1,
-        help="Threshold for the effective sample size of the trajectories of one age, as a share of their tokens. "
+        help="Threshold for the effective sample size of the trajectories of the same age, as a share of their tokens. "
         "Below the threshold, these trajectories have a lower weight in the loss; see "
-        "`rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass for a stale batch. None weights "
-        "all trajectories equally.",
+        "`rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass for a stale batch. None weights all "
+        "trajectories equally.",
     )
     skip_below_ess: float = setting(
         0.1,
         min=0,
         max=1,
-        help="Threshold for the effective sample size of the trajectories of one age, as a share of their tokens. "
+        help="Threshold for the effective sample size of the trajectories of the same age, as a share of their tokens. "
         "Below the threshold, these trajectories are excluded. Requires `min_ess`.",
     )
 
@@ -619,7 +620,7 @@ class Replay(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate(Settings):
-    """Evaluation, with the reward of the definition, on prompts that are never used for training."""
+    """Evaluation, with the reward functions of the definition, on prompts that are never used for training."""
 
     prompts: PromptSource = setting(factory=NoPrompts, help="The source of the evaluation prompts.")
     every: int = setting(10, min=1, help="Number of optimizer steps between two evaluations.")
@@ -917,7 +918,7 @@ class GRPO(Settings):
 
     @property
     def corrects_the_sampler(self) -> bool:
-        """Whether the loss needs the trainer's log-probs in addition to the behaviour log-probs."""
+        """Whether the loss needs the learner's log-probs in addition to the behaviour log-probs."""
         return self.tis_cap is not None or self.icepop is not None
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -1048,10 +1049,10 @@ class Learn(Settings):
     )
     layout: Literal["auto", "padded", "packed", "prefix_shared"] = setting(
         "auto",
-        help="How trajectories share a forward pass. `padded`: rows of similar length are padded to the longest. "
-        "`packed`: rows are packed end to end without padding. `prefix_shared`: rows are packed, and the prompt "
-        "of a group is computed once. `auto` uses `prefix_shared` if it requires less computation and the model "
-        "supports it, otherwise `padded`.",
+        help="How trajectories share a forward pass. `padded`: rows of similar length are padded to the length of the "
+        "longest row. `packed`: rows are packed end to end without padding. `prefix_shared`: rows are packed, and the "
+        "prompt of a group is computed once. `auto` uses `prefix_shared` if it requires less computation and the "
+        "model supports it, otherwise `padded`.",
     )
     compile: Literal["auto", "on", "off"] = setting(
         "auto",

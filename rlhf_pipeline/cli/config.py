@@ -210,8 +210,8 @@ def page() -> Iterator[str]:
     yield "This page describes every field of a definition. It is generated from the declarations of the fields:"
     yield "`rlhf-pipeline config --markdown > docs/settings.md`. Set a field in the definition"
     yield "(`learn=Learn(lr=3e-4)`), or on the command line with `--set learn.lr=3e-4`."
-    yield "`rlhf-pipeline config learn.lr` shows one field; `rlhf-pipeline config copy_digits` shows the values of a"
-    yield "pipeline."
+    yield "`rlhf-pipeline config learn.lr` shows one field; `rlhf-pipeline config copy_digits` shows the values in"
+    yield "the definition `copy_digits`."
     whole = settings_of(Pipeline)
     yield from _section("Pipeline", Pipeline, "", [item for item in whole if not item.groups or item.name == "replay"])
     sections: list[tuple[str, type]] = [("policy", TinyPolicy), ("policy", PretrainedPolicy)]

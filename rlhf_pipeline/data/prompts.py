@@ -273,8 +273,8 @@ class Prompts(Settings):
     )
     meta_fields: tuple[str, ...] | None = setting(
         None,
-        help="The columns that are passed to the reward as `meta`; None passes all columns except the prompt and the "
-        "answer.",
+        help="The columns that are passed to the reward function as `meta`; None passes all columns except the prompt "
+        "and the answer.",
     )
     system: str | None = setting(
         None,

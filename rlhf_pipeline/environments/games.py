@@ -57,7 +57,7 @@ class LakeMaps(Settings):
     most_holes: int = setting(4, min=0, help="Maximum number of holes in a map; each map has at least half as many.")
     held_out: bool = setting(False, help="Use only the held-out maps.")
     start_anywhere: bool = setting(
-        False, help="Start in any safe cell, not only in the first corner, so that dead ends occur more often."
+        False, help="Start in any safe cell, not only in the top-left corner, so that dead ends occur more often."
     )
 
     @property

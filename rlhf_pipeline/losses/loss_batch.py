@@ -167,7 +167,7 @@ def read_batch(
     proximal = None
     if decoupled:
         proximal = read.per_token(
-            read.need(names.prox_log_probs, "decoupled=True needs the trainer's log-probs."),
+            read.need(names.prox_log_probs, "decoupled=True needs the proximal log-probs."),
             names.prox_log_probs,
             tokens,
         )

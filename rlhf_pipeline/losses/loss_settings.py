@@ -51,8 +51,9 @@ class LossSettings(GRPO):
     )
     masking_strategy: MaskingStrategy = setting(
         "rlhf",
-        help="`rlhf`: the assistant mask. `sft`: everything after the prompt (`num_prompt_tokens` or ragged prompt "
-        "tokens, otherwise from the first assistant token). `generic`: every token except the first.",
+        help="The tokens that the loss includes. `rlhf`: the tokens of the assistant mask. `sft`: all tokens after the "
+        "prompt, whose length is given by `num_prompt_tokens` or by ragged prompt tokens; if neither exists, all "
+        "tokens from the first assistant token. `generic`: every token except the first.",
     )
     decoupled: bool = setting(
         False,
