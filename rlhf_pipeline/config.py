@@ -935,7 +935,7 @@ class GRPO(Settings):
             ),
             (
                 not self.corrects_the_sampler or self.objective not in ("dppo", "vespo"),
-                f"objective={self.objective} already corrects for the sampler, so tis_cap and icepop would "
+                f"objective={self.objective} already corrects for the behaviour policy, so tis_cap and icepop would "
                 "correct a second time. Set both to none.",
             ),
             (

@@ -110,8 +110,8 @@ def token_weights(
     else:
         if max_completion_tokens is None or max_completion_tokens < 1:
             raise DefinitionError(
-                "aggregation 'dr_grpo' divides by a constant: pass max_completion_tokens, the "
-                f"sampler's limit of new tokens; got {max_completion_tokens}."
+                f"max_completion_tokens is {max_completion_tokens}; it must be at least 1, because aggregation "
+                "'dr_grpo' divides by it. Pass the maximum number of tokens in a completion."
             )
         weight_N = ones_N / (sequences * max_completion_tokens)
     return torch.where(lengths > 0, weight_N, torch.zeros_like(weight_N)).to(dtype)

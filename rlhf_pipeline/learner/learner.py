@@ -698,7 +698,7 @@ class Learner:
             self._notices.append(
                 f"step {step} learns from trajectories of the current weights, but the sampled log-probs differ from "
                 f"the scored ones: the mean difference is {bias:.1e}, and the mean absolute difference is {gap:.1e} "
-                f"(rounding explains at most {allowed:.0e}). Does the sampler use a different temperature, a different "
+                f"(rounding explains at most {allowed:.0e}). Does the engine use a different temperature, a different "
                 "precision, top-k or top-p? --set loss.tis_cap=2 corrects for a difference that cannot be avoided."
             )
 

@@ -102,7 +102,7 @@ class _Reader:
         if value is None:
             batch_keys = sorted(str(k) for k in self.td.keys(include_nested=True, leaves_only=True) if k != key)
             raise MissingKeyError(
-                f"the batch has no {key!r}. {advice} It has: {', '.join(batch_keys[:12]) or 'nothing'}."
+                f"the batch has no {key!r}. {advice} Keys of the batch: {', '.join(batch_keys[:12]) or 'none'}."
             )
         return value
 
@@ -146,7 +146,9 @@ def read_batch(
         kl_to_ref: whether the loss has a term against the reference log-probs.
     """
     read = _Reader(td, side, device)
-    tokens = read.need(names.action, "GRPOLoss scores token ids: write them, or set_keys(action=...).")
+    tokens = read.need(
+        names.action, "GRPOLoss scores token ids: add them, or specify another key with set_keys(action=...)."
+    )
     if tokens.ndim == 3 and tokens.shape[-1] == 1:
         tokens = tokens.squeeze(-1)
     if tokens.ndim != 2:
@@ -159,11 +161,14 @@ def read_batch(
     tokens = tokens.long()
     attention = _attention(read, names, tokens)
     behaviour = read.per_token(
-        read.need(names.sample_log_prob, "Store the sampler's log-probs, or set_keys(sample_log_prob=...)."),
+        read.need(
+            names.sample_log_prob,
+            "Store the behaviour log-probs, or specify another key with set_keys(sample_log_prob=...).",
+        ),
         names.sample_log_prob,
         tokens,
     )
-    advantage = read.need(names.advantage, "MCAdvantage writes it; or set_keys(advantage=...).")
+    advantage = read.need(names.advantage, "MCAdvantage writes it. To use another key, call set_keys(advantage=...).")
     proximal = None
     if decoupled:
         proximal = read.per_token(

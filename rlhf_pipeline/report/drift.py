@@ -134,5 +134,5 @@ def drift_text(problems: list[tuple[int, str]]) -> str:
     some = "; ".join(f"id {row}: {problem}" for row, problem in problems[:_EXAMPLES])
     return (
         f"{count(len(problems), 'conversation')} with tokens that differ from the sampled tokens ({some}). Exclude "
-        "these ids, and store the sampler's tokens unchanged."
+        "these ids, and store the sampled tokens unchanged."
     )

@@ -155,7 +155,7 @@ def test_gamma_of_one_and_no_clip_value_are_what_it_does_anyway(tiny):
     ("key", "message"),
     [
         ("advantage", "MCAdvantage writes it"),
-        (LOG_PROBS, "sampler's log-probs"),
+        (LOG_PROBS, "Store the behaviour log-probs"),
         (("tokens", "full"), "scores token ids"),
         (("masks", "all_attention_mask"), "mask of its real tokens"),
     ],

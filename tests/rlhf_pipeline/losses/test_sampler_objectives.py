@@ -126,7 +126,7 @@ def test_the_weight_of_vespo_is_that_of_trl():
 @pytest.mark.parametrize("correction", [{"tis_cap": 2.0}, {"icepop": "token"}])
 def test_they_are_not_corrected_a_second_time(objective, correction):
     """`tis_cap` and `icepop` are refused with them, as both already compare with the sampler."""
-    with pytest.raises(DefinitionError, match="already corrects for the sampler"):
+    with pytest.raises(DefinitionError, match="already corrects for the behaviour policy"):
         GRPO(objective=objective, **correction)
 
 
