@@ -174,7 +174,7 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
             new[head] = None
         elif dataclasses.is_dataclass(value):
             fields = ", ".join(f"{head}.{item.name}" for item in dataclasses.fields(value))
-            raise DefinitionError(f"'{head}' is a group of fields. Set one of them: {fields}.")
+            raise DefinitionError(f"'{head}' consists of several fields. Set one of them: {fields}.")
         else:
             new[head] = _parse(text, typing.get_type_hints(type(config))[head], code)
     new |= {head: override_all(new[head], within, code) for head, within in inner.items()}

@@ -55,7 +55,7 @@ class Definition:
         if not isinstance(pipeline, Pipeline):
             raise DefinitionError(
                 f"{self.file}: {self.function}() returned {_shortened(pipeline)}; it must return a Pipeline. "
-                "`from rlhf_pipeline import Pipeline` and end the function with `return Pipeline(...)`."
+                "Import it (`from rlhf_pipeline import Pipeline`), and end the function with `return Pipeline(...)`."
             )
         return apply_overrides(pipeline, overrides)
 
@@ -240,8 +240,8 @@ _HOW_TO_DEFINE = " A definition looks like `def my_task() -> Pipeline: return Pi
 def _the_only_one(definitions: list[Definition], file: Path) -> Definition:
     if not definitions:
         raise DefinitionError(
-            f"{file} has no function without arguments annotated `-> Pipeline`.{_HOW_TO_DEFINE} If it is a program, "
-            f"run it with: python {file}"
+            f"{file} has no function that is annotated `-> Pipeline` and takes no arguments.{_HOW_TO_DEFINE} If the "
+            f"file is a program, run it with: python {file}"
         )
     for definition in definitions:
         if len(definitions) == 1 or definition.function == file.stem:

@@ -185,7 +185,7 @@ def tried(what: str, on: str) -> Generator[None]:
     except DefinitionError:
         raise
     except Exception as error:
-        raise DefinitionError(f"{what} raised {type(error).__name__}: {error}, in a test on {on}") from error
+        raise DefinitionError(f"{what} raised {type(error).__name__} ({error}) in a test on {on}") from error
 
 
 def did_you_mean(name: str, valid_names: Iterable[str]) -> str:

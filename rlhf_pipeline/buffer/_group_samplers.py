@@ -184,7 +184,9 @@ class VarianceSampler(GroupStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tau > 0 or (self.members is not None and self.members < 2):
-            raise DefinitionError(f"tau ({self.tau}) must be above 0, and members ({self.members}) at least 2 or None.")
+            raise DefinitionError(
+                f"tau ({self.tau}) must be above 0, and members ({self.members}) must be at least 2, or None."
+            )
 
     def log_weights(self, view: StoreView, groups: Groups) -> Floats:
         """Return the log of each group's unnormalised probability, `[g]`; -inf if it is never drawn."""

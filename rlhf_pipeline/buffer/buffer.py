@@ -369,7 +369,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         value, rows = data.get(self.priority_key, None), data.get(ROW_ID, None)
         if value is None or rows is None:
             key = ROW_ID if rows is None else self.priority_key
-            raise MissingKeyError(f"the batch has no {key!r}; sample it from the buffer and set {self.priority_key!r}.")
+            advice = "Pass a batch that the buffer returned." if rows is None else "Set it before the call."
+            raise MissingKeyError(f"the batch has no {key!r}. {advice}")
         ids = rows.reshape(-1).cpu().numpy()
         priority = value.detach().cpu().reshape(len(ids), -1).amax(1)
         try:
@@ -504,7 +505,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         ids = self._drawn(rows, step, batch_size, strategy, seed)
         if not len(ids):
             raise DataError(
-                f"no trajectory of the store at {self.store.path} can be drawn for step {step} "
+                f"no trajectory in the store at {self.store.path} can be drawn for step {step} "
                 f"({', '.join(f'{k}={v!r}' for k, v in view.items() if k != 'uses') or 'no limits given'}). Widen the "
                 "limits of the strategy, or collect more."
             )
@@ -555,9 +556,8 @@ def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
         raise DefinitionError(f"writer returned a {type(writer).__name__}; pass a TorchRL Writer, or omit it.")
     if isinstance(writer, TensorDictMaxValueWriter):
         raise DefinitionError(
-            "TensorDictMaxValueWriter keeps the best rows by overwriting the others, but a trajectory store keeps the "
-            "newest and never overwrites rows. Keep all rows, and draw by value: sampler='priority' with the column "
-            "'priority'."
+            "TensorDictMaxValueWriter keeps the best rows by overwriting the others, but a trajectory store never "
+            "overwrites rows. Keep all rows, and draw them by value: sampler='priority' with the column 'priority'."
         )
     if isinstance(writer, RoundRobinWriter):
         writer._cursor = storage.next_slot  # after the rows in the store

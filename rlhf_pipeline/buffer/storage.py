@@ -203,7 +203,7 @@ class TrajectoryStorage(Storage):
         with self._lock:
             slots = self._cursor_slots(cursor)
             if len(slots) != n:
-                raise DataError(f"{n} trajectories do not fit in {len(slots)} slots")
+                raise DataError(f"got {n} trajectories for {len(slots)} slots; pass one trajectory per slot")
             if n:
                 self._append(rows, slots, in_turn=np.array_equal(slots, self._slots.expected(n)))
                 if set_cursor:
@@ -279,7 +279,7 @@ class TrajectoryStorage(Storage):
             if SLOT not in self.store.schema:
                 raise DataError(
                     f"the store at {self.store.path} has no column '{SLOT}', so rows can only be appended in order "
-                    f"(next slot {self._slots.next_slot}, got {slots[:4].tolist()})"
+                    f"(the next slot is {self._slots.next_slot}, but the requested slots are {slots[:4].tolist()})"
                 )
             rows[SLOT] = slots
         self.appended = np.asarray(self.store.append(rows))
@@ -379,7 +379,7 @@ class TrajectoryStorage(Storage):
         if values.numel() not in (1, len(ids)):
             raise DataError(f"got {values.numel()} priorities for {len(ids)} rows; pass one per row, or one for all")
         if not bool((values.isfinite() & (values >= 0)).all()):
-            raise DataError(f"a priority must be finite and not negative; got {values[:8].tolist()}")
+            raise DataError(f"priorities must be finite and at least 0; got {values[:8].tolist()}")
         self.update(ids, priority=values.expand(len(ids)))
 
     def row_ids(self, index: Any = None) -> np.ndarray:
@@ -405,7 +405,7 @@ class TrajectoryStorage(Storage):
                 row_ids = rows[index].reshape(-1)
             except IndexError as error:
                 raise IndexError(
-                    f"index out of range: {len(rows)} trajectories at {self.store.path} ({error})"
+                    f"index out of range: the storage at {self.store.path} has {len(rows)} trajectories ({error})"
                 ) from None
         if row_ids.size and int(row_ids.min()) < 0:
             raise IndexError(f"{int((row_ids < 0).sum())} of the requested slots were never written")
@@ -522,8 +522,8 @@ class TrajectoryStorage(Storage):
             mark = self.refresh()
             if mark < state_dict["watermark"]:
                 raise RunMismatchError(
-                    f"the store at {source} has {mark} trajectories, but the checkpoint was taken at "
-                    f"{state_dict['watermark']}; restore the folder, or start a new run"
+                    f"the store at {source} has {mark} trajectories, but had "
+                    f"{state_dict['watermark']} when the checkpoint was saved; restore the folder, or start a new run"
                 )
             return
         self.import_rows(source, np.asarray(state_dict["rows"]), first_slot=int(state_dict.get("first_slot", 0)))
@@ -542,7 +542,8 @@ class TrajectoryStorage(Storage):
         """
         if len(self):
             raise RunMismatchError(
-                f"the storage at {self.store.path} contains {len(self)} trajectories; load into an empty storage"
+                f"the storage at {self.store.path} contains {len(self)} trajectories; load the state into an "
+                "empty storage"
             )
         try:
             source = TrajectoryStore.open(path, mode="r")
@@ -656,15 +657,15 @@ _DERIVED: frozenset[Key] = frozenset(
 def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
     """Return the arguments of `TrajectoryStore.append` for a batch."""
     if not isinstance(data, (TensorDictBase, Trajectories)):
-        raise DataError(f"a storage of trajectories needs TensorDicts; got {type(data).__name__}")
+        raise DataError(f"a trajectory storage accepts only TensorDicts; got {type(data).__name__}")
     columns = trajectories_of(data) if isinstance(data, TensorDictBase) else data
     if not columns.n:
         return 0, {}
     tokens = columns.get(TOKENS)
     if not isinstance(tokens, Flat) or tokens.lengths is None:
         raise MissingKeyError(
-            f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids; keys seen: "
-            f"{list(columns)[:12]}"
+            f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids. The keys of the "
+            f"batch: {list(columns)[:12]}"
         )
     if not tokens.lengths.numpy().all():
         raise DataError(f"trajectory {int(tokens.lengths.argmin())} of {columns.n} has no tokens; remove it.")
@@ -826,7 +827,7 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Al
             )
         return array
     if value.lengths is None:
-        raise DataError(f"{key!r} must have one value per token, got shape {tuple(value.values.shape)}")
+        raise DataError(f"{key!r} must have one value per token; got shape {tuple(value.values.shape)}")
     like = alike.get(id(value.lengths))
     if like is not None:
         return like[1].beside(array)

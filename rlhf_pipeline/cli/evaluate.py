@@ -148,8 +148,8 @@ def _of_model(args: argparse.Namespace) -> EvaluationRequest:
 
     if args.definition is None:
         raise DefinitionError(
-            f"{args.path} is a model folder, which has no reward. Specify a definition that has one, for example "
-            f"rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
+            f"{args.path} is a model folder, which has no reward function. Specify a definition that has one, for "
+            f"example rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
         )
     if args.step is not None or args.best:
         raise DefinitionError("--step and --best select a checkpoint of a run, but this is a model folder.")
@@ -175,8 +175,8 @@ def _of_run(args: argparse.Namespace, address: Address) -> EvaluationRequest:
 
     if args.out is not None:
         raise DefinitionError(
-            "--out is the folder for the rows of a model, but the rows of a run are stored in the run folder. Omit "
-            "--out."
+            "--out sets the folder for the evaluation rows of a model folder, but the evaluation rows of a run are "
+            "stored in the run folder. Omit --out."
         )
     run = RunFolder.open(address)
     definition = definition_of(run, args.definition, trust=args.trust)

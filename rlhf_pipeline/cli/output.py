@@ -52,7 +52,7 @@ def echo_raw(text: str, end: str = "\n") -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"standard output cannot be written: {error.strerror}.") from error
+        raise OutputError(f"writing to standard output failed: {error.strerror}.") from error
 
 
 def echo_json(data: object) -> None:

@@ -207,7 +207,9 @@ def add_fields(command: argparse.ArgumentParser) -> None:
 def _field(text: str) -> tuple[str, str]:
     target, equals, name = text.partition("=")
     if not equals or not target or not name:
-        raise argparse.ArgumentTypeError(f"'{text}' is not WHAT=NAME. For example: --field prompt=question")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' does not have the form WHAT=NAME. For example: --field prompt=question"
+        )
     return target.strip(), name.strip()
 
 
@@ -295,7 +297,9 @@ def add_process_options(command: argparse.ArgumentParser) -> None:
 def _setting(text: str) -> tuple[str, str]:
     path, equals, setting = text.partition("=")
     if not equals or not path:
-        raise argparse.ArgumentTypeError(f"'{text}' is not KEY.PATH=VALUE. For example: --set learn.lr=3e-4")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' does not have the form KEY.PATH=VALUE. For example: --set learn.lr=3e-4"
+        )
     return path.strip(), re.sub(r"(?<![^,])[^,]+\.py(?=:\w+(?:,|$))", _absolute_path, setting)
 
 

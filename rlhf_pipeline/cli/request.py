@@ -113,7 +113,8 @@ def _new(args: argparse.Namespace) -> Run:
     definition_name = args.definition
     if definition_name is None:
         raise DefinitionError(
-            "a definition is required, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list` prints all)"
+            "a definition is required, for example: rlhf-pipeline run copy_digits (`rlhf-pipeline list` "
+            "prints all definitions)"
         )
     if is_run(address_of(definition_name)):
         again = f"rlhf-pipeline run {typed(definition_name)} --resume"
@@ -168,7 +169,8 @@ def _resumed_replay(args: argparse.Namespace) -> Run:
     out = _replay_folder(args)
     if args.paths and not is_run(out):
         raise MissingPathError(
-            f"there is no replay to continue at {out}. Omit --resume to start it, or specify its folder: --out DIR."
+            f"there is no replay to continue at {out}. Omit --resume to start a new one, or specify the folder of "
+            "an existing one: --out DIR."
         )
     check_free_or_recorded(RunFolder(out), resume=True)
     overrides, command = _typed_for_replay(args), _replay_command(args)
@@ -218,7 +220,8 @@ def _typed_for_replay(args: argparse.Namespace) -> Overrides:
     stores = [str(absolute(place)) for place in places]
     for text in (*stores, *args.filters):
         if "," in text:
-            raise DefinitionError(f"'{text}' contains a comma, which separates the items of a list. Rename it.")
+            advice = "Rename the folder." if text in stores else "Use a condition without a comma."
+            raise DefinitionError(f"'{text}' contains a comma, which separates list items. {advice}")
     epochs = [] if args.epochs is None else [args.epochs]
     skip = ["true"] if args.skip_damaged else []
     lists = {"stores": stores, "filters": args.filters, "weights": args.weights, "epochs": epochs, "skip_damaged": skip}

@@ -323,7 +323,7 @@ class Conversations:
         if not tools:
             return RenderedTools()
         if not self.has_template:
-            raise DefinitionError("the environment has tools, but the tokenizer has no chat template to show them.")
+            raise DefinitionError("the environment has tools, but the tokenizer has no chat template to render them.")
         schemas = [schema_of(tool) for tool in tools]
         name = json.dumps(schemas, sort_keys=True)
         if name not in self._parsers:
@@ -586,8 +586,8 @@ class Conversations:
         ids = encode_prompt(self.policy.tokenizer, observation, as_chat=as_chat, tools=schemas, template=self.template)
         if len(ids) >= most:
             raise DataError(
-                f"the text of reset has {len(ids)} tokens, but a row has at most {most}, so no completion fits. Raise "
-                "collect.max_row_tokens, or skip the prompt."
+                f"the text that reset returned has {len(ids)} tokens, but a row has at most {most}, so no completion "
+                "fits. Raise collect.max_row_tokens, or skip the prompt."
             )
         return _First(messages=messages, ids=ids, as_chat=as_chat, tools=tools, variant=variant, is_other=is_other)
 
@@ -726,7 +726,8 @@ class Conversations:
                     step.row >= len(conversation.rows) or not conversation.rows[step.row].turns
                 ):
                     raise ValueError(
-                        f"the step refers to row {step.row} of an episode of {len(conversation.rows)} rows"
+                        f"the step refers to row {step.row}, but the row must be one of the {len(conversation.rows)} "
+                        "rows of the episode and have at least one turn"
                     )
                 conversation.outcome_row = step.row
             elif conversation.num_turns >= self.config.max_turns:
@@ -746,7 +747,7 @@ class Conversations:
         declared = self._kind_of(conversation.prompt).rewards
         undeclared = [name for name in gains if declared is not None and name not in declared]
         if undeclared:
-            raise ValueError(f"the reward {undeclared[0]!r} is not declared by the environment: {declared}")
+            raise ValueError(f"the environment does not declare the reward {undeclared[0]!r}; it declares {declared}")
         conversation.gain(gains)
 
     def _next_input(self, conversation: Conversation, ended: EndedTurn, step: Step) -> Answer:
@@ -756,7 +757,10 @@ class Conversations:
         if step.row is None or step.row == conversation.current:
             return self._reply(conversation, ended, step)
         if step.row >= len(conversation.rows) or (row := conversation.rows[step.row].row) is None:
-            raise ValueError(f"the step continues row {step.row} of an episode of {len(conversation.rows)} rows")
+            raise ValueError(
+                f"the step continues row {step.row}, but the row must be one of the {len(conversation.rows)} rows of "
+                "the episode and have at least one turn"
+            )
         conversation.current = step.row
         return self._going_on(conversation, ended, row, step)
 

@@ -448,7 +448,7 @@ def check_all_failed(grades: Sequence[Grade], rewards: Sequence[Reward]) -> None
     reward = next((reward for reward in rewards if reward.label == broken[0].by), rewards[0])
     name = getattr(reward.function, "__qualname__", reward.label)
     raise RewardError(
-        f"all {len(broken)} calls of the reward function {name} failed; the first error is {broken[0].error}. This "
+        f"all {len(broken)} calls to the reward function {name} failed; the first error is {broken[0].error}. This "
         "rollout was not stored; it will be sampled again, token for token. Fix the function, then repeat the "
         "command with --resume."
     )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.data.keys import EPISODE_ID, EPISODE_ROW, EPISODE_SIZE
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, typed
 from trajectory_store.reads import StoreReads
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def row_names(episodes: Ints, positions: Ints) -> Ints:
     """
     if positions.any() and (int(episodes.max()) >> ROW_BITS or int(positions.max()) >> (62 - ROW_BITS)):
         raise DataError(
-            f"episode {int(episodes.max())} has a row {int(positions.max())}: ids of episodes of several rows must be "
-            f"below 2**{ROW_BITS}, and an episode may have at most {1 << (62 - ROW_BITS)} rows."
+            f"the largest episode id is {int(episodes.max())}, and the largest row index is {int(positions.max())}: if "
+            f"an episode has several rows, ids must be below 2**{ROW_BITS}, and an episode may have at most "
+            f"{1 << (62 - ROW_BITS)} rows."
         )
     return episodes + (positions.astype(np.int64) << ROW_BITS)
 
@@ -68,8 +69,8 @@ def episode_bounds(rows: Trajectories) -> list[int]:
     in_turn = bounds[-1] == rows.n and alike.all() and (position == np.arange(rows.n) - starts).all()
     if not in_turn or (EPISODE_ID in rows and (np.diff(rows.numbers(EPISODE_ID))[~last[:-1]] != 0).any()):
         raise DataError(
-            f"the {rows.n} rows are not complete episodes: {EPISODE_ROW} {position[:8].tolist()} and {EPISODE_SIZE} "
-            f"{size[:8].tolist()}. Pass all rows of an episode in one call, consecutively."
+            f"the {rows.n} rows do not form complete episodes: {EPISODE_ROW} is {position[:8].tolist()}, and "
+            f"{EPISODE_SIZE} is {size[:8].tolist()}. Pass all rows of an episode in one call, consecutively."
         )
     return bounds
 
@@ -133,7 +134,8 @@ def _check(store: StoreReads, row_ids: Ints, place: Ints, ids: Ints) -> None:
         episodes = store.read_scalars(str(EPISODE_ID), ids)
         raise DataError(
             f"row {int(row_ids[lacking])} of episode {int(episodes[place[lacking]])} is not in {store.path}, but an "
-            "episode is used for training only if all of its rows are present. Check the store: rlhf-pipeline verify"
+            "episode is used for training only if all of its rows are present. Check the store: rlhf-pipeline verify "
+            f"{typed(store.path)}"
         )
 
 

@@ -281,7 +281,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from enumerate(cast("list[Any]", json.loads(_bytes_of(path))))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} begins as a JSON array but cannot be read as one: {error}.") from error
+        raise DataError(f"{path} begins like a JSON array but cannot be read as one: {error}.") from error
 
 
 def _json_lines(path: Path, growing: bool) -> Iterator[tuple[int, Any]]:
@@ -330,7 +330,9 @@ def _csv_rows(source: SourceFile, growing: bool) -> Iterator[tuple[int, dict[str
         except (csv.Error, UnicodeDecodeError) as error:
             if growing and "unexpected end of data" in str(error):
                 return  # a quoted field continues on a line that is not written yet
-            raise DataError(f"{path}:{max(number, before) + 1}: this is not valid CSV in UTF-8: {error}.") from error
+            raise DataError(
+                f"{path}:{max(number, before) + 1}: this line is not valid CSV in UTF-8: {error}."
+            ) from error
 
 
 def _complete_lines(text: Iterable[str]) -> Iterator[str]:

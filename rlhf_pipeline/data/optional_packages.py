@@ -18,5 +18,6 @@ def need(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise DefinitionError(
-            f"this needs {module.partition('.')[0]}, which is not installed: pip install 'rlhf-pipeline[exchange]'"
+            f"the package {module.partition('.')[0]} is required but not installed: pip install "
+            "'rlhf-pipeline[exchange]'"
         ) from error

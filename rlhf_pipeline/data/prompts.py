@@ -538,7 +538,7 @@ def json_value(value: object, where: str) -> JsonValue:
     {'n': 3, 'of': [1, 2.5], 'on': '2024-05-01'}
     >>> json_value({"image": b"GIF"}, "row 3")
     Traceback (most recent call last):
-    rlhf_pipeline.errors.DataError: row 3: 'image' is of type bytes, which JSON does not have.
+    rlhf_pipeline.errors.DataError: row 3: 'image' is of type bytes, which JSON cannot represent.
     """
     if isinstance(value, str):
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
@@ -562,7 +562,7 @@ def json_value(value: object, where: str) -> JsonValue:
         native = plain()
         if type(native) is not type(value):
             return json_value(native, where)
-    raise DataError(f"{where} is of type {type(value).__name__}, which JSON does not have.")
+    raise DataError(f"{where} is of type {type(value).__name__}, which JSON cannot represent.")
 
 
 def _in_order(source: PromptSource, size: int, cursor: int, seed: int) -> int:
@@ -715,7 +715,8 @@ def _listed(messages: object) -> Sequence[object]:
     last = listed[-1]
     if isinstance(last, Mapping) and cast("Message", last).get("role") == "assistant":
         raise DataError(
-            "the last message is from the assistant, but a completion responds to a user or a tool. Remove it."
+            "the last message is from the assistant, but a completion responds to a user or a tool. Remove that "
+            "message."
         )
     return listed
 

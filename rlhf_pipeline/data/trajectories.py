@@ -243,7 +243,7 @@ def concat(
     for key in sorted({key for part in parts for key in part}, key=str):
         missing = next((part for part in parts if key not in part), None)
         if missing is not None:
-            raise DataError(f"{missing.n} of {sum(counts)} trajectories lack the key {key!r} that others have")
+            raise DataError(f"{missing.n} of {sum(counts)} trajectories lack the key {key!r}, which the others have")
         columns = [part[key] for part in parts]
         if all(isinstance(column, Text) for column in columns):
             items = [item for column in columns if isinstance(column, Text) for item in column.items]
@@ -321,8 +321,8 @@ def _check_plain(items: Iterable[Any], key: Key) -> None:
             _check_plain([*item.keys(), *item.values()], key)
         elif item is not None and not isinstance(item, (str, int, float, bool, bytes, Tensor)):
             raise DataError(
-                f"a pending trajectory has a {type(item).__name__} under {key!r}, which a checkpoint cannot "
-                "contain; store JSON text instead"
+                f"a pending trajectory has a {type(item).__name__} under {key!r}; a checkpoint cannot "
+                "contain this type. Store JSON text instead"
             )
 
 

@@ -271,7 +271,7 @@ async def run_command(command: Sequence[str], base_url: str, api_key: str, promp
     if isinstance(reward, (str, list)):
         raise RuntimeError(
             f"the output of {command[0]} ends with {line[:100]!r}; the last line must be the reward: a number, or a "
-            "JSON object of numbers by name"
+            "JSON object that maps names to numbers"
         )
     return reward
 

@@ -283,7 +283,7 @@ def _tools(sent: Any) -> tuple[dict[str, Any], ...]:
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(cast("Any", function).get("name"), str):
-            raise ChatError("a tool must have the type function, and a function with a name", param="tools")
+            raise ChatError("each tool must have the type 'function' and a function that has a name", param="tools")
     return tuple(plain_json(tool) for tool in tools)
 
 

@@ -219,7 +219,9 @@ class ChatServer:
         if method_and_path == "GET /v1/models":
             return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": ""}]}
         if method_and_path != "POST /v1/chat/completions":
-            raise ChatError(f"there is no {method_and_path[:80]!r}; send POST /v1/chat/completions", status=404)
+            raise ChatError(
+                f"there is no endpoint {method_and_path[:80]!r}; send POST /v1/chat/completions", status=404
+            )
         try:
             async with asyncio.timeout(BODY_S):
                 body = await _read(receive)

@@ -181,7 +181,8 @@ def checked(step: object) -> Step:
     reply = step.reply if isinstance(step.reply, str) else checked_messages(step.reply, "the reply")
     if step.history is not None and (len(reply) or step.row is not None):
         raise TypeError(
-            "a step has a history and also a reply or a row; a history contains all messages, including the reply"
+            "a step with a history must not have a reply or a row; the history contains all messages, including the "
+            "reply"
         )
     if step.row is not None and (not isinstance(step.row, int) or step.row < 0):
         raise TypeError(f"row is {step.row!r:.60}; it must be the index of a row of the episode, starting at 0")

@@ -43,7 +43,7 @@ class Environments:
 
     def __init__(self, choices: Mapping[str, Any], *, column: str = COLUMN) -> None:
         if not choices:
-            raise DefinitionError("environment is an empty dict; add at least one environment by name.")
+            raise DefinitionError("environment is an empty dict; it must map at least one name to an environment.")
         self.choices = dict(choices)
         self.makers = {name: maker_of(choice) for name, choice in choices.items()}
         self.column = column
@@ -126,8 +126,8 @@ def maker_of(environment: Any) -> Maker:
         return Environments(cast("Mapping[str, Any]", environment))
     if not callable(environment):
         raise DefinitionError(
-            f"environment is {type(environment).__name__}; pass the class, a function that returns a new "
-            "environment for each conversation, or a dict of these by name."
+            f"environment is an object of type {type(environment).__name__}; pass the class, a function that returns a "
+            "new environment for each conversation, or a dict that maps names to these."
         )
     if inspect.isclass(environment) and not hasattr(environment, "step"):
         return MethodTools(environment)

@@ -369,7 +369,7 @@ def test_state_dict_on_the_same_path(storage, make_rows):
     state = storage.state_dict()
     storage.load_state_dict(state)
     assert len(storage) == 2
-    with pytest.raises(RunMismatchError, match="has 2 trajectories, but the checkpoint was taken at 9"):
+    with pytest.raises(RunMismatchError, match="has 2 trajectories, but had 9 when the checkpoint was saved"):
         storage.load_state_dict({**state, "watermark": 9})
 
 
@@ -614,7 +614,7 @@ def test_refused_data(storage, make_rows):
         storage.set([0], TensorDict(a=torch.zeros(1), batch_size=[1]))
     with pytest.raises(DataError, match="int"):
         storage.set(0, 3)
-    with pytest.raises(DataError, match="2 trajectories do not fit in 1 slots"):
+    with pytest.raises(DataError, match="got 2 trajectories for 1 slots; pass one trajectory per slot"):
         storage.set([0], lazy_stack(make_rows([4, 5])))
     with pytest.raises(DataError, match="same keys: 'meta'"):
         storage.set([0, 1], [make_rows([4])[0], make_rows([4])[0].exclude("meta")])

@@ -134,7 +134,7 @@ def test_a_model_folder_needs_a_definition(cli: Cli, here: Path):
         assert {**of_run, "step": 0, "store": one["store"]} == one
     shown = cli("evaluate", folders[0])
     assert shown.code == 2
-    assert "which has no reward. Specify a definition that has one" in shown.err
+    assert "which has no reward function. Specify a definition that has one" in shown.err
 
 
 TEMPLATED = """\

@@ -53,7 +53,7 @@ def test_version(cli: Cli):
         (["inspekt", "x"], "there is no command 'inspekt'. Did you mean 'inspect'?"),
         (["run", "x", "--sed", "4"], "there is no option --sed. Did you mean '--seed'?"),
         (["run", "x", "y"], "unexpected argument 'y'"),
-        (["run", "x", "--set", "learn.lr"], "'learn.lr' is not KEY.PATH=VALUE"),
+        (["run", "x", "--set", "learn.lr"], "'learn.lr' does not have the form KEY.PATH=VALUE"),
         (["run", "x", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["run", "x", "--seed", "-1"], "'-1' is not a whole number of at least 0"),
         (["show", "x", "--id", "1", "--last", "2"], "not allowed with argument"),

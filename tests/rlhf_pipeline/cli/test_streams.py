@@ -38,9 +38,9 @@ def shell(line: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     ("line", "code", "wanted"),
     [
         ("list >&-", 0, "rlhf-pipeline: standard output is closed, so nothing is printed\n"),
-        ("list > /dev/full", 2, "rlhf-pipeline: standard output cannot be written: No space left on device.\n"),
+        ("list > /dev/full", 2, "rlhf-pipeline: writing to standard output failed: No space left on device.\n"),
         ("list > /dev/full 2>&-", 2, ""),
-        ("--help > /dev/full", 2, "rlhf-pipeline: standard output cannot be written: No space left on device.\n"),
+        ("--help > /dev/full", 2, "rlhf-pipeline: writing to standard output failed: No space left on device.\n"),
         ("nothing >&- 2>&-", 2, ""),
     ],
 )

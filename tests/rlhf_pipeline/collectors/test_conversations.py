@@ -181,7 +181,7 @@ def _raised(error: BaseException) -> Any:
         (lambda: Step("~"), "tool_error", "unknown to the tokenizer"),
         (lambda: Step("", done="no"), "tool_error", "done is 'no'; it must be True or False"),  # type: ignore[arg-type]
         (lambda: Step(rewards={"reached": 1e300}), "tool_error", "fit in a float32"),
-        (lambda: Step(rewards={"other": 1.0}), "tool_error", "is not declared by the environment"),
+        (lambda: Step(rewards={"other": 1.0}), "tool_error", "the environment does not declare the reward 'other'"),
         (lambda: Step([{"role": "user", "content": [{"type": "image"}]}]), "tool_error", "a part of type 'image'"),
         (lambda: _raised(KeyboardInterrupt()), "tool_error", "KeyboardInterrupt"),
         (lambda: _raised(DefinitionError("its own")), "tool_error", "its own"),

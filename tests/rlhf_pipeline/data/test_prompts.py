@@ -155,7 +155,10 @@ def test_text_parts_are_joined_and_null_columns_of_messages_are_dropped():
         ),
         ({"question": "q"}, "row 1: there is no field 'answer'"),
         ({"question": "q", "answer": "\ud800"}, "row 1: 'answer' contains half of a surrogate pair"),
-        ({"question": "q", "answer": 1, "image": b"GIF"}, "row 1: 'image' is of type bytes, which JSON does not have"),
+        (
+            {"question": "q", "answer": 1, "image": b"GIF"},
+            "row 1: 'image' is of type bytes, which JSON cannot represent",
+        ),
     ],
 )
 def test_a_bad_row_is_refused_in_one_sentence_with_its_place(row, message):
@@ -238,7 +241,10 @@ def test_a_finite_source_of_ones_own_is_taken_epoch_by_epoch():
         (lambda cursor: [Prompt(text="a")][cursor], "has no prompt 1 .*define its method __len__"),
         (lambda cursor: "text", "returned str; it must return an rlhf_pipeline.Prompt"),
         (lambda cursor: {}["x"], r"prompt\(1, 0\) raised KeyError"),
-        (lambda cursor: Prompt(text="a", meta={"x": object()}), "meta 'x' is of type object, which JSON does not have"),
+        (
+            lambda cursor: Prompt(text="a", meta={"x": object()}),
+            "meta 'x' is of type object, which JSON cannot represent",
+        ),
     ],
 )
 def test_what_a_source_of_ones_own_does_wrong_is_one_sentence(returns, message):

@@ -137,7 +137,7 @@ def test_of_several_rewards_the_one_that_failed_is_named():
     def from_a_judge(prompt, completion, answer, meta):
         raise ConnectionError("the judge does not answer")
 
-    with pytest.raises(RewardError, match=r"all 2 calls of the reward function \S*from_a_judge failed"):
+    with pytest.raises(RewardError, match=r"all 2 calls to the reward function \S*from_a_judge failed"):
         grade([number_of_letters, from_a_judge], PROMPTS, ["x", "y"])
 
 

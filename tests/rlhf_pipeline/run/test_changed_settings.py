@@ -260,7 +260,7 @@ def test_evaluation_can_be_switched_off_when_a_run_continues(tmp_path):
     evaluated = dataclasses.replace(tiny(), evaluate=Evaluate(prompts=CopyDigits(num_digits=3)))
     assert override(evaluated, "evaluate", "none").evaluate is None
     assert override(dataclasses.replace(evaluated, replay=Replay()), "replay", "None").replay is None
-    with pytest.raises(DefinitionError, match="'learn' is a group of fields"):
+    with pytest.raises(DefinitionError, match="'learn' consists of several fields"):
         override(evaluated, "learn", "none")
     run(evaluated, run_dir=tmp_path / "run")
     before = sorted(path.name for path in (tmp_path / "run" / "evaluations").iterdir())

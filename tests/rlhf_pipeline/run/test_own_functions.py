@@ -139,7 +139,11 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
         ("loss.objective", "lambda tokens: tokens.log_probs[:2]", r"returned \[2\]; it must return \[6\]"),
         ("loss.objective", "lambda tokens: tokens.colour", "raised AttributeError.*in a test on six tokens"),
         ("write.estimator", "lambda returns, groups: returns", "raised TypeError.*in a test on groups of 3 and 2"),
-        ("sample.strategy", "lambda view, allowed, most, rng: allowed + 1", "of the 8 allowed positions, each once"),
+        (
+            "sample.strategy",
+            "lambda view, allowed, most, rng: allowed + 1",
+            "of the 8 allowed positions, without repeats",
+        ),
         ("sample.strategy", "lambda view, allowed, most, rng: allowed", "must return at most 4 of the 8"),
         ("sample.strategy", "lambda view, allowed: allowed", "raised TypeError.*in a test on 8 trajectories"),
         ("learn.metrics", "lambda: 1", "cannot be called with a step as its only argument"),
