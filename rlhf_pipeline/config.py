@@ -1038,7 +1038,7 @@ class Learn(Settings):
         1.0,
         above=0,
         max=1,
-        help="How far an update moves the reference towards the policy: 1 copies the policy, and 0.01 with "
+        help="How far an update moves the reference model towards the policy: 1 copies the policy, and 0.01 with "
         "`reference_every=1` maintains an exponential moving average.",
     )
     token_budget: int = setting(
@@ -1194,7 +1194,7 @@ class Pipeline(Settings):
     write: WritePath = setting(factory=WritePath, help="How a trajectory is processed before it is stored.")
     buffer: Buffer = setting(factory=Buffer, help="The store of trajectories.")
     sample: Sample = setting(factory=Sample, help="The trajectories that a step learns from.")
-    loss: GRPO = setting(factory=GRPO, help="The loss.")
+    loss: GRPO = setting(factory=GRPO, help="The policy loss, and its KL and entropy terms.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the training loop.")
     replay: Replay | None = setting(
         None, help="Learn from stores without sampling. With None, the run samples completions."

@@ -20,7 +20,12 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("files", nargs="*", metavar="FILE.py", help="list the definitions in these files instead")
+    command.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE.py",
+        help="list the definitions in these files instead of the built-in pipelines",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="W",
-        help="relative share of each batch that comes from a store; specify one W per STORE, in order",
+        help="relative share of each batch that comes from a store; specify one W per STORE, in the same order",
     )
     add_filter(command)
     add_skip_damaged(command)

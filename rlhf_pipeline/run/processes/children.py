@@ -43,7 +43,7 @@ class SupervisorConfig(Settings):
     first_delay_s: float = setting(
         1.0, min=0, help="Seconds until a process that died is restarted; doubled after each consecutive failure."
     )
-    max_delay_s: float = setting(60.0, min=0, help="Maximum delay of a restart, in seconds.")
+    max_delay_s: float = setting(60.0, min=0, help="Maximum delay before a restart, in seconds.")
     max_failures: int = setting(
         5,
         min=1,
