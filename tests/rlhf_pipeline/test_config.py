@@ -59,7 +59,7 @@ def test_override_reads_the_text_by_the_fields_type(pipeline, path, text, value)
     [
         ("learn.lrr", "1", "Learn has no field 'lrr'. Did you mean 'lr'?"),
         ("lern.lr", "1", "Pipeline has no field 'lern'. Did you mean 'learn'?"),
-        ("learn", "1", "group of fields"),
+        ("learn", "1", "consists of several fields"),
         ("name.x", "1", "has no fields"),
         ("learn.steps", "many", "not a valid int"),
         ("learn.lr", "-1", "lr is -1.0; it must be above 0"),
