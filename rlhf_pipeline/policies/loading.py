@@ -61,7 +61,7 @@ def load_model(source: str, *, local: bool, dtype: torch.dtype | str | None) -> 
                 f"({_first_line(error)}). Check the spelling, or specify a folder that save_pretrained wrote."
             ) from error
         raise DataError(
-            f"{source} cannot be loaded as a causal language model: {_first_line(error)} "
+            f"{source} cannot be loaded as a causal language model: {_first_line(error)}. "
             "Check that config.json and the weights match."
         ) from error
     except Exception as error:
@@ -118,7 +118,7 @@ def load_tokenizer(source: str, *, local: bool) -> Any | None:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -153,7 +153,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         raise _refuse(
             model,
             reason,
-            "Models with ALiBi positions or with states outside of a Cache are not supported; use another model.",
+            "Models with ALiBi positions or with states outside a Cache are not supported; use another model.",
         )
     max_positions, positions_by = _max_positions(text_config)
     parts = ModelParts(
@@ -402,15 +402,16 @@ def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> Model
         if not error <= rounding(weight, fine=1e-4, coarse=5e-2):
             raise _refuse(
                 model,
-                f"its logits differ from head(hidden) by {error:.1%} of their size",
-                "They are not equal up to one factor and a soft cap; use another architecture.",
+                f"the relative difference between its logits and head(hidden) is {error:.1%}",
+                "They may differ only by a constant factor and a soft cap; use another architecture.",
             )
     change = _gap(hidden[0, :half], hidden[1, :half])
     if not change <= rounding(weight, fine=1e-5, coarse=1e-2):
         raise _refuse(
             model,
-            f"later tokens change the hidden states of earlier tokens, by {change:.2%} of their size",
-            "Its attention is not causal: set is_decoder in its config if it exists, or pass a decoder-only model.",
+            f"later tokens change the hidden states of earlier tokens (relative change: {change:.2%})",
+            "Its attention is not causal: if its config has is_decoder, set it to True; otherwise, pass a decoder-only "
+            "model.",
         )
     return parts
 

@@ -47,8 +47,9 @@ def template_text(template: str) -> str:
         return template
     if not file.is_file():
         raise MissingPathError(
-            f"there is no chat template at {template}. Specify a Jinja file, such as the chat_template.jinja of "
-            "save_pretrained: --set policy.chat_template=FILE; or omit it to use the tokenizer's template."
+            f"there is no chat template at {template}. Specify a Jinja file, such as the chat_template.jinja that "
+            "save_pretrained writes (--set policy.chat_template=FILE), or omit policy.chat_template to use the "
+            "tokenizer's template."
         )
     return file.read_text(encoding="utf-8")
 

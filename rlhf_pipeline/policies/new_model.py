@@ -255,7 +255,7 @@ def _texts(path: Path) -> Iterator[str]:
                     value = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise DataError(
-                        f"{path}, line {number} is not JSON ({error.msg}). Write one object per line, or rename the "
+                        f"line {number} of {path} is not JSON ({error.msg}). Write one object per line, or rename the "
                         "file to .txt."
                     ) from error
                 yield from _strings(value)

@@ -85,7 +85,7 @@ def plan_batches(lengths: torch.Tensor | Sequence[int], token_budget: int) -> li
     [[2, 0], [1, 3]]
     """
     if token_budget < 1:
-        raise DefinitionError(f"token_budget must be 1 or more; got {token_budget}.")
+        raise DefinitionError(f"token_budget is {token_budget}; it must be at least 1.")
     sizes = np.asarray(lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths, dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
     longer = int((sizes > token_budget).sum())
@@ -159,7 +159,7 @@ def plan_micro_batches(
     sizes = np.asarray(lengths, dtype=np.int64)
     if layout == "auto":
         if weight is None:
-            raise DefinitionError("layout 'auto' needs the weight of the head. Pass it, or choose another layout.")
+            raise DefinitionError("layout 'auto' needs the weight of the head. Pass weight=, or choose another layout.")
         pays = partial(sharing_pays, costs_on(weight), width=int(weight.shape[1]))
         padded = plan_micro_batches("padded", lengths, token_budget)
         if not pays(padded=sum(padded.positions), packed=0, segments=len(sizes)):
@@ -391,7 +391,7 @@ def _packed(parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRow
         hidden = hidden_of_rows(parts, on_device[0][None], on_device[1][None], **{ARGUMENT: segments})[0]
     if segments.calls < parts.num_layers:
         raise PackedUnsupported(
-            f"{segments.calls} of its {parts.num_layers} layers use the attention function that was set"
+            f"only {segments.calls} of its {parts.num_layers} layers use the attention function that was set"
         )
     return ScoringRows(hidden.index_select(0, on_device[2]), *on_device[3:])
 

@@ -78,14 +78,17 @@ def read_ids(td: TensorDictBase, key: Key, mask_key: Key, side: Side) -> TokenBa
     if isinstance(ids, list):
         return pad_ids(ids, side, leaf(td, mask_key))
     if ids.ndim != 2:
-        raise DataError(f"{key!r} must have shape [B, T] or be ragged rows; got {list(ids.shape)}.")
+        raise DataError(f"{key!r} must have shape [B, T] or be ragged rows; got shape {list(ids.shape)}.")
     mask = leaf(td, mask_key)
     if isinstance(mask, list):
         raise DataError(f"{key!r} is padded and {mask_key!r} is ragged; pass both in the same form.")
     if mask is None:
         mask = torch.ones_like(ids, dtype=torch.bool)
     if mask.shape != ids.shape:
-        raise DataError(f"{key!r} has shape {list(ids.shape)} and {mask_key!r} has {list(mask.shape)}.")
+        raise DataError(
+            f"{key!r} has shape {list(ids.shape)} and {mask_key!r} has shape {list(mask.shape)}; the shapes must be "
+            "equal."
+        )
     return TokenBatch(ids.long(), mask.bool(), None, torch.ones_like(ids, dtype=torch.bool))
 
 
@@ -105,7 +108,9 @@ def pad_like(values: Leaf, batch: TokenBatch, name: str) -> Tensor:
         raise MissingKeyError(f"The TensorDict has no {name}.")
     padded = pad_rows(values, side=batch.side or "right")[0] if isinstance(values, list) else values
     if padded.shape != batch.input_ids.shape:
-        raise DataError(f"{name} has shape {list(padded.shape)}; the tokens have {list(batch.input_ids.shape)}.")
+        raise DataError(
+            f"{name} has shape {list(padded.shape)}, but the tokens have shape {list(batch.input_ids.shape)}."
+        )
     return padded.to(batch.input_ids.device)
 
 

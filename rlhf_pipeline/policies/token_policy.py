@@ -106,7 +106,7 @@ class TokenPolicy(nn.Module):
         for name, value in (("model", model), ("tokenizer", tokenizer)):
             if isinstance(value, str):
                 raise DefinitionError(
-                    f"{name} is the text {value!r}, not an object. Load it: "
+                    f"{name} is the string {value!r}, not an object. Load it: "
                     f"CausalLMPolicy.from_pretrained({value!r}, ...)."
                 )
         self.model = model.eval()

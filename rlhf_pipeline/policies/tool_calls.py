@@ -63,7 +63,7 @@ class TurnParser:
             self.template = get_response_template(tokenizer, model)
         if self.template is None:
             raise DefinitionError(
-                f"the format of tool calls of a model of type {model_type} is unknown: its tokenizer has no "
+                f"the tool-call format of models of type {model_type} is unknown: the tokenizer has no "
                 "response_template, and transformers has none for this type. Set tokenizer.response_template and "
                 "save the tokenizer (trl.chat_template_utils.add_response_schema supports more types)."
             )
@@ -114,7 +114,7 @@ def _call(item: Any) -> Mapping[str, Any]:
         arguments = plain_json(json.loads(arguments))
     arguments = arguments or {}
     if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
-        raise ValueError(f"a call is {call!a:.100}; it must have a name and arguments")
+        raise ValueError(f"a tool call must have a name and arguments, got {call!a:.100}")
     read = {"name": function["name"], "arguments": dict(cast("Mapping[str, Any]", arguments))}
     sampled_id = item.get("id")
     return {"id": sampled_id, **read} if isinstance(sampled_id, str) and sampled_id else read

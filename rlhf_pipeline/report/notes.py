@@ -73,7 +73,7 @@ class Notes:
         name, sign, text = match.groups()
         word = json.loads(text) if text.startswith('"') else text
         if name == "noted" and word.lower() not in ("true", "false"):
-            raise DefinitionError(f"noted must be true or false; the condition has {word!r}.")
+            raise DefinitionError(f"noted can only be true or false; the condition compares it with {word!r}.")
         rows = [row for row, note in self.read().items() if name == "noted" or word in note["labels"]]
         is_negated = (sign == "!=") != (name == "noted" and word.lower() == "false")
         return f"{'not ' * is_negated}id in ({''.join(f'{row},' for row in rows)})"
@@ -86,12 +86,12 @@ class Notes:
         """
         text, labels = note.get("text"), note.get("labels")
         if not (isinstance(text, str) and isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
-            raise DefinitionError("a note must consist of a text and a list of labels.")
+            raise DefinitionError("a note must consist of text and a list of labels.")
         if len(text) + sum(map(len, labels)) > _MOST:
             raise DefinitionError(f"a note must have at most {_MOST:,} characters.")
         if self.path is None:
             raise DefinitionError(
-                "notes are stored next to a local folder, so a run at a URL cannot have notes. Copy the run first: "
-                "rlhf-pipeline copy"
+                "notes are stored next to a local folder, so a run at a URL cannot have notes. Copy its trajectories "
+                "to a folder first: rlhf-pipeline copy RUN --to FOLDER"
             )
         append_line(self.path, line_of({"id": row, "text": text, "labels": labels}))

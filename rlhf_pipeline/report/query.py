@@ -26,6 +26,7 @@ from rlhf_pipeline.data.episodes import stored_last_rows
 from rlhf_pipeline.errors import MissingKeyError, MissingPathError
 from rlhf_pipeline.report.causes import Causes, cause_of, messages
 from rlhf_pipeline.report.figures import figure_of
+from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.notes import Notes
 from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, values_of
 from rlhf_pipeline.report.scans import MatchingRows, all_rows, by_version, page_of, rows_with, text_counts
@@ -524,7 +525,9 @@ class View:
         position = arrivals.position(id)
         if position is None:
             ends = [int(arrivals[at][0]) for at in (slice(0, 1), slice(-1, None))] if len(arrivals) else []
-            available = f"It has {len(arrivals):,}" + (f", from id {ends[0]} to {ends[1]}" if ends else "")
+            available = f"It contains {count(len(arrivals), 'trajectory')}" + (
+                f", ids {ends[0]} to {ends[1]}" if ends else ""
+            )
             raise MissingKeyError(f"there is no trajectory {id} in {self.name}. {available}.")
         return position
 
@@ -543,7 +546,7 @@ class View:
                 self.stored.store.read_scalars("group_id", ids) for ids in all_rows(self.stored).parts() if has_groups
             ]
             ends = min(map(np.min, blocks), default=None), max(map(np.max, blocks), default=None)
-            available = "" if ends[0] is None else f"; groups go from {ends[0]} to {ends[1]}"
+            available = "" if ends[0] is None else f"; group ids range from {ends[0]} to {ends[1]}"
             raise MissingKeyError(f"there is no group {group} in {self.name}{available}.")
         return members
 
@@ -618,7 +621,7 @@ class View:
         figures = self.metrics_rows().of_step(step) if self.run is not None else None
         last = self.metrics_rows().last_step if self.run is not None else 0
         if ledger is None and figures is None:
-            available = "it has no ledger" if self.run is None else f"the newest is {last}"
+            available = "it has no ledger" if self.run is None else f"the latest step is {last}"
             raise MissingKeyError(f"there is no step {step} in {self.name}: {available}.")
         row, metrics = ledger or {}, figures or {}
         present, idle = self.batch(step), row.get("no_gradient")

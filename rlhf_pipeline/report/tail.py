@@ -69,7 +69,7 @@ class Tail:
             new, before = new[num:], before + num
         yield from self._lines(new)
         if self._identity() != self._root:
-            raise MissingPathError(f"the store {self._view.stored.path} was removed, or replaced by another one.")
+            raise MissingPathError(f"the store {self._view.stored.path} was removed, or replaced by another store.")
 
     def _newest_ids(self, num: int) -> Ids:
         """Return the newest trajectories that meet the conditions; the store is read from its end."""

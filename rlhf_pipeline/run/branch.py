@@ -41,7 +41,8 @@ def checkpoint_of(run: RunFolder, requested: int | None, *, form: str) -> Path:
         steps = ", ".join(map(str, sorted(saved)))
         raise MissingPathError(
             f"the run {run.address} has no checkpoint of step {step}; it has checkpoints of steps {steps} "
-            f"(learn.keep_checkpoints). Choose one: {form.format(run=typed(run.address), step=max(saved))}"
+            "(learn.keep_checkpoints limits their number). Choose one: "
+            f"{form.format(run=typed(run.address), step=max(saved))}"
         )
     path = run.bring(saved[step])
     problem = folder_problem(path)
@@ -69,7 +70,9 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
                 f"change {change.field}, or start a new run without --from."
             )
     if not isinstance(out.address, Path):
-        raise DefinitionError(f"--from starts a run only in a folder, not at {out.address}: choose --out FOLDER.")
+        raise DefinitionError(
+            f"--from starts a run only in a folder, not at {out.address}. Choose a folder: --out FOLDER"
+        )
     with named_disk_errors(out), out.lock():
         check_free_or_recorded(out, resume=False)
         clear_failed_start(out)

@@ -70,7 +70,7 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.field} was {self.was!r}, is now {self.now!r}"
+        return f"{self.field} was {self.was!r} and is now {self.now!r}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the change for `config.json`."""

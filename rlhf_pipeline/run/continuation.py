@@ -105,7 +105,7 @@ def check_unchanged(
         if any(f"{change.field}.".startswith(f"{path}.") for change in differences):
             options += f" --set {typed(f'{path}={text}')}"
     if before["seed"] != seed:
-        changed.append(f"seed was {before['seed']!r}, is now {seed!r}")
+        changed.append(f"seed was {before['seed']!r} and is now {seed!r}")
         options += f" --seed {seed}"
     if changed:
         otherwise = (
@@ -170,4 +170,4 @@ def moved_versions(run: RunFolder, device: str | None = None) -> Iterator[str]:
     for name, old in {**before.versions, **before.machine, "device": before.device}.items():
         if str(old) != str(now.get(name, old)):
             again = f" (to keep it: OMP_NUM_THREADS={old})" if name == "threads" else ""
-            yield f"{name} was {old}, is now {now[name]}{again}"
+            yield f"{name} was {old} and is now {now[name]}{again}"

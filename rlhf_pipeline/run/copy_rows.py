@@ -204,7 +204,7 @@ class Gatherer:
         if missing := [name for name in self._reward_columns() if name not in columns]:
             raise DataError(
                 f"write.estimator needs the named rewards, but the stores have no column {missing[0]!r}. Only the "
-                "sum of their rewards was stored: set write.estimator=grpo."
+                "sum of the rewards was stored: set write.estimator=grpo."
             )
         values = [torch.from_numpy(np.array(columns[name], np.float64)) for name in self._reward_columns()]
         return NamedRewards(torch.stack(values, 1), tuple(weights), tuple(weights.values()))
@@ -229,8 +229,8 @@ class Gatherer:
         counts = GatherCounts(trajectories=len(self.target), dropped=len(self.choice) - len(self.target))
         if not len(self.target):
             raise DataError(
-                "no group has spread, and write.zero_variance=drop excludes such groups: there is nothing to learn "
-                "from. Select other trajectories, or set write.zero_variance=keep."
+                "the rewards in each group are all equal, and write.zero_variance=drop excludes such groups: there is "
+                "nothing to learn from. Select other trajectories, or set write.zero_variance=keep."
             )
         flags = self.target.read_scalars(COMPUTED.name)
         for bit, name in enumerate(("behaviour_scored", "reference_scored", "advantages")):
@@ -244,8 +244,8 @@ class Gatherer:
             batch = source.read_batch(rows, schema).fitted(schema)
         except MissingRowError as error:
             raise DataError(
-                f"{source.path} has lost trajectories that this run had selected ({error}). They were evicted; "
-                "start a new run with --out OTHER_FOLDER to learn from the remaining ones."
+                f"{source.path} no longer contains some of the trajectories that this run selected ({error}). They "
+                "were evicted; start a new run with --out OTHER_FOLDER to learn from the remaining ones."
             ) from error
         except CorruptionError as error:
             raise DataError(

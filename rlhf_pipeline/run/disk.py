@@ -166,8 +166,8 @@ class DiskWatch:
         reserve = self._most_at_once + self._newest_checkpoint
         if self._allowed is not None and used + reserve > self._allowed:
             raise RunStorageError(
-                f"{self._folder} uses {used:,} bytes, one more step and its checkpoint need up to {reserve:,}, and "
-                f"buffer.max_bytes is {self._allowed:,}. The run is saved. To continue with a higher limit: "
+                f"{self._folder} uses {used:,} bytes, one more step and its checkpoint need up to {reserve:,} bytes, "
+                f"and buffer.max_bytes is {self._allowed:,}. The run is saved. To continue with a higher limit: "
                 f"rlhf-pipeline run --resume --out {typed(self._folder)} --set "
                 f"buffer.max_bytes={2 * (used + reserve)}"
             )
@@ -207,8 +207,8 @@ def named_disk_errors(run: RunFolder) -> Iterator[None]:
             raise
         if isinstance(run.address, Path) and not run.path.is_dir():
             raise RunStorageError(
-                f"the run folder {run.address} no longer exists: it was moved or removed while the run wrote to it. "
-                "Move it back, or continue the run at its new path: rlhf-pipeline run --resume --out NEW_FOLDER"
+                f"the run folder {run.address} no longer exists: it was moved or removed while the run was writing to "
+                "it. Move it back, or continue the run at its new path: rlhf-pipeline run --resume --out NEW_FOLDER"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT):
             advice = "Choose a writable folder: --out OTHER_FOLDER."

@@ -242,7 +242,7 @@ class Evaluations(ABC):
             if not reward_names and figures.get("evaluation/reward") is not None:
                 raise DefinitionError(
                     f"{path} is {name!r}, but the evaluation of step {step} has no named reward and no component. "
-                    f"Set the name of the function, Reward(f, name={name!r}), or continue without it: --resume "
+                    f"Name the reward function, Reward(f, name={name!r}), or continue without this setting: --resume "
                     f"--set {path}=none"
                 )
             notify(

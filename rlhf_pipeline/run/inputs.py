@@ -146,7 +146,9 @@ def check_inputs(
         instead = None if field == "policy.path" else otherwise
         was = _recorded_path(definition or {}, field)
         if was not in (None, paths[field]):
-            problem = f"{field} was {was}, is now {paths[field]}, whose content differs: {what}. Use the recorded file"
+            problem = (
+                f"{field} was {was} and is now {paths[field]}, whose content differs: {what}. Use the recorded file"
+            )
         else:
             problem = f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Restore the old file"
         raise RunMismatchError(

@@ -140,7 +140,10 @@ class Batches:
         ids = np.asarray(store.ids())
         ids = ids[(store.read_scalars("priority", ids) > 0) & stored_last_rows(store, ids)]
         if not len(ids):
-            raise DataError("every trajectory has priority 0 (groups without spread): there is nothing to learn from.")
+            raise DataError(
+                "every trajectory has priority 0 (the rewards in each group are all equal): there is nothing to learn "
+                "from."
+            )
         source = store.read_scalars("source", ids)
         versions = store.read_scalars("policy_version", ids)
         self.newest = int(versions.max())
@@ -176,7 +179,7 @@ class Batches:
         rows = np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
         if not len(rows):
             raise DataError(
-                f"step {step}: none of {self.num:,} trajectories may be used again "
+                f"step {step}: none of the {self.num:,} trajectories may be used again "
                 f"(sample.strategy={self.sample.strategy}, sample.max_uses={self.sample.max_uses})."
             )
         return self._ids[rows], self._ages[rows]
@@ -211,9 +214,8 @@ class Batches:
             if len(part) < most[at]:
                 raise DefinitionError(
                     f"store {at + 1} of {len(self._parts)} has {len(part):,} trajectories to learn from, but its "
-                    f"weight selects {int(most[at]):,} of the {self.batch_size:,} trajectories of a batch from it. "
-                    "Lower its weight, or "
-                    "sample.batch_size."
+                    f"weight requires {int(most[at]):,} of the {self.batch_size:,} trajectories in a batch. Lower its "
+                    "weight or sample.batch_size."
                 )
 
     def _most_draws(self, replay: Replay) -> int | None:

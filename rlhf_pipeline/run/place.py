@@ -40,7 +40,7 @@ def not_found(path: Address, kind: str = "run") -> MissingPathError:
         hint = " Create one: rlhf-pipeline run copy_digits"
     else:
         near = did_you_mean(str(path), [str(run) for run in runs if run != path])
-        hint = near.replace("Known:", "Runs here:") if len(runs) <= 8 else near.split(" Known:")[0]
+        hint = near.replace("Available:", "Runs here:") if len(runs) <= 8 else near.split(" Available:")[0]
     what = "is not one" if path.exists() else "does not exist"
     return MissingPathError(f"there is no {kind} at {path}: the folder {what}.{hint}")
 

@@ -31,7 +31,7 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
     except UnicodeEncodeError as error:
         encoding = sys.getfilesystemencoding()
         raise DefinitionError(
-            f"{option} {out}: Python uses the encoding {encoding} for file names, which cannot encode this name. "
+            f"{option} {out}: Python encodes file names as {encoding}, which cannot represent this name. "
             f"{'Choose another name.' if encoding == 'utf-8' else 'Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...'}"
         ) from error
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
@@ -65,7 +65,7 @@ def check_device(device: str) -> None:
         hint = did_you_mean(kind, _DEVICES)
         raise DefinitionError(
             f"--device {device}: there is no such device.{hint} "
-            "To select one of several devices, add its number: cuda:1."
+            "To select one of several devices, add its number, for example cuda:1."
         )
 
 
@@ -97,7 +97,7 @@ def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> No
     if shared:
         raise DefinitionError(
             f"{field} has {len(shared)} prompts that are also training prompts; the first is {shared[0][:60]!r}. "
-            "Remove them from one of the two files: a run must never train on evaluation prompts."
+            "Remove them from one of the two sets: a run must never train on evaluation prompts."
         )
 
 

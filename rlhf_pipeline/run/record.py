@@ -113,19 +113,19 @@ class RunRecord:
             data: Any = json.loads(file.read_bytes())
         except ValueError as error:
             raise DataError(
-                f"{file} is not JSON ({error}). Restore it, or start a new run with another --out."
+                f"{file} is not JSON ({error}). Restore it from a copy, or start a new run with --out OTHER_FOLDER."
             ) from error
         if not isinstance(data, dict) or "definition" not in data:
             raise DataError(f"{file} is not the configuration of a run: it has no 'definition'.")
         if data.get("format") != FORMAT:
             raise DataError(
                 f"{file} has format {data.get('format')!r}; this version of rlhf-pipeline reads format {FORMAT}. "
-                "Read it with the version that wrote it (see its 'versions'), or upgrade this version."
+                "Read it with the version that wrote it (see its 'versions'), or upgrade rlhf-pipeline."
             )
         if data.pop("crc32c", None) not in (None, checksum_of(data)):
             raise DataError(
-                f"{file} fails its checksum: it was edited or damaged. Restore it from a copy. If you have "
-                "edited it, remove its line with crc32c; settings are changed with --resume --set."
+                f"{file} fails its checksum: it was edited or damaged. Restore it from a copy. If the edit "
+                "was intended, remove the line with crc32c. To change settings, use --resume --set instead."
             )
         return data
 

@@ -126,9 +126,9 @@ def graders(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     Args:
         history: `changes` of `config.json`, oldest first.
 
-    >>> change = {"field": "reward", "name": "mine:Score", "parts": ["attribute w was 1, is now 2"]}
+    >>> change = {"field": "reward", "name": "mine:Score", "parts": ["attribute w was 1 and is now 2"]}
     >>> graders([{"from_step": 5, "fields": [change]}])
-    [(1, 'original version'), (5, 'reward mine:Score: attribute w was 1, is now 2')]
+    [(1, 'original version'), (5, 'reward mine:Score: attribute w was 1 and is now 2')]
     """
     applied = [(1, "original version")]
     for change in history:

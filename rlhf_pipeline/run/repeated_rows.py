@@ -93,7 +93,7 @@ def check_served(store: TrajectoryStore, before: Mapping[str, Sequence[int]]) ->
             problems = store.verify(np.asarray([first, last])).problems
             why = problems[0] if problems else f"segment {int(segment)} contains only {readable:,} of them"
             raise CorruptionError(
-                f"{store.path}: {count - readable:,} trajectories of {first} to {last} cannot be read: {why}."
+                f"{store.path}: {count - readable:,} of the trajectories {first} to {last} cannot be read: {why}."
             )
 
 

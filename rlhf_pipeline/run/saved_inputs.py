@@ -33,8 +33,8 @@ def definition_of(
     more = [text for _, text in run.config.overrides if CODE.search(text)]
     if foreign and more:
         raise DefinitionError(
-            f"{run.address} was not started here, and its settings refer to custom code: {more[0]}. Read it, then "
-            "add --trust to execute it."
+            f"{run.address} was not started here, and its settings refer to custom code: {more[0]}. Read this "
+            "code, then add --trust to execute it."
         )
     if not source.endswith(".py"):
         return definitions.find(spec)
@@ -47,8 +47,8 @@ def definition_of(
         )
     if foreign:
         raise DefinitionError(
-            f"{run.address} was not started here, and its definition is custom code: {typed(source_file)}. Read it, "
-            "then add --trust to execute it. Or specify your own definition on the command line."
+            f"{run.address} was not started here, and its definition is custom code: {typed(source_file)}. Read this "
+            "file, then add --trust to execute it. Or specify your own definition on the command line."
         )
     return definitions.find(f"{source_file}:{function}")
 

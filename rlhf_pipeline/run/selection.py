@@ -127,13 +127,14 @@ def stores_of(replay: Replay) -> list[Address]:
         )
     if replay.weights and len(replay.weights) != len(replay.stores):
         raise DefinitionError(
-            f"{len(replay.weights)} weights for {len(replay.stores)} stores. Specify one weight per store."
+            f"there are {len(replay.weights)} weights for {len(replay.stores)} stores. Specify one weight per store."
         )
     stores = [resolved(open_run_or_store(path)[1]) for path in replay.stores]
     for at, store in enumerate(stores):
         if store in stores[:at]:
             raise DefinitionError(
-                f"the store {store} is listed twice. To draw more trajectories from it, use a weight."
+                f"the store {store} is listed twice. To draw more trajectories from it, increase its weight "
+                "(replay.weights)."
             )
     return stores
 

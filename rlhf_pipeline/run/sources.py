@@ -389,7 +389,7 @@ class RecordedVersions(Source):
         if len(lacking):
             step = int(lacking[0]) + 1
             raise DataError(
-                f"recorded order: step {step} learns from trajectories of policy versions "
+                f"in the recorded order, step {step} learns from trajectories of policy versions "
                 f"{max(step - 1 - max_staleness, 0)} to {step - 1}, but there are none; the store has versions "
                 f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or excluded by a filter? "
                 f"{_OTHERWISE}"

@@ -140,7 +140,8 @@ class GroupQueue:
                 raise DataError(
                     f"trajectory_id {name} arrived twice in group {group!r}, but a group may contain a member only "
                     "once. The call had no effect: remove the members that are already waiting "
-                    "(TrajectoryReplayBuffer.waiting() lists them), and use a unique id for each member, or none."
+                    "(TrajectoryReplayBuffer.waiting() lists them) from the call, and use a unique id for each member, "
+                    "or no ids."
                 )
             arrivals.add((group, name))
         closed: list[Closed] = []

@@ -55,7 +55,7 @@ class KLController(KLControllerBase):
             RunMismatchError: if the state has no coefficient.
         """
         if "coef" not in state:
-            raise RunMismatchError(f"the state of a KL controller has no 'coef'; it has {sorted(state)}")
+            raise RunMismatchError(f"the state of a KL controller has no 'coef'; it contains {sorted(state)}")
         self._set(float(state["coef"]))
 
 

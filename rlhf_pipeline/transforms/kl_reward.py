@@ -259,7 +259,9 @@ class KLReward(ColumnTransform):
 def constant_controller(coef: Any) -> KLController:
     """Return a controller for a plain coefficient."""
     if isinstance(coef, KLController):
-        raise DefinitionError(f"coef is a {type(coef).__name__}; pass controller=.")
+        raise DefinitionError(
+            f"coef is a {type(coef).__name__}; it must be a number. Pass a controller as controller=."
+        )
     return ConstantKLController(kl_coef=float(coef))
 
 

@@ -292,13 +292,14 @@ class MCAdvantage(Transform):
             bounds = [0, *(torch.nonzero(ended).reshape(-1) + 1).tolist()]
             if bounds[-1] != n:
                 raise IncompleteError(
-                    f"the last trajectory of the batch is not complete: steps {bounds[-1]} to {n - 1} of {n} have no "
-                    f"{self.settings.done_key!r}. Pass complete trajectories, so that nothing is lost."
+                    f"the last trajectory of the batch is not complete: {self.settings.done_key!r} is not set in any "
+                    f"of the steps {bounds[-1]} to {n - 1} of {n}. Pass complete trajectories, so that nothing is lost."
                 )
         key = next((key for key in self._identities if key in batch), None)
         if key is None:
             raise MissingKeyError(
-                f"no trajectory has a group identity: checked {self._identities}. Set group_id, or pass group_key=."
+                f"no trajectory has a group identity: the batch has none of the keys {self._identities}. Set group_id, "
+                "or pass group_key=."
             )
         if key in _TEXT_KEYS and not (
             isinstance(texts := batch[key], Text) and all(isinstance(text, str) for text in texts.plain())
@@ -313,7 +314,8 @@ class MCAdvantage(Transform):
         reward = batch.get(self._reward_key(batch))
         if not isinstance(reward, Flat):
             raise MissingKeyError(
-                f"the batch has neither {self.settings.rewards_key!r} nor {TASK_REWARD!r}, so it cannot be ranked"
+                f"the batch has neither {self.settings.rewards_key!r} nor {TASK_REWARD!r}, so its trajectories cannot "
+                "be ranked"
             )
         eps = torch.finfo(self.settings.scored_in).eps
         scores = scores_of(
@@ -344,8 +346,8 @@ class MCAdvantage(Transform):
             column = batch.get(name)
             if not isinstance(column, Flat) or column.lengths is not None:
                 raise MissingKeyError(
-                    f"the estimator needs the named rewards, but the batch has no {name!r}, one number per "
-                    "trajectory. Add it, or use estimator='grpo'."
+                    f"the estimator needs the named rewards, but the batch has no {name!r} (one number per "
+                    "trajectory). Add it, or use estimator='grpo'."
                 )
             columns.append(column.values.reshape(batch.n, -1)[last, -1].double())
         for member, values in zip(members, torch.stack(columns, 1).tolist(), strict=True):
@@ -355,8 +357,8 @@ class MCAdvantage(Transform):
         """Give members the rewards of their turns."""
         if not isinstance(turns, Flat):
             raise MissingKeyError(
-                f"the estimator compares turns, but the batch has no {TURN_REWARDS!r}, one "
-                "number per turn of the policy. Add it, or use estimator='grpo'."
+                f"the estimator compares turns, but the batch has no {TURN_REWARDS!r} (one "
+                "number per turn of the policy). Add it, or use estimator='grpo'."
             )
         rows = turns.values if turns.lengths is None else turns.values.split(turns.lengths.tolist())
         for member in members:
@@ -421,8 +423,8 @@ class MCAdvantage(Transform):
         """Return the buffer's current call on the store; None if trajectories wait in memory."""
         if self.rows is not None and self._store_call is None:
             raise DefinitionError(
-                f"the groups of this MCAdvantage wait in {self.rows.store.path}, where MCAdvantage.{method} cannot "
-                f"write. Call {instead} of the TrajectoryReplayBuffer."
+                f"the groups of this MCAdvantage are waiting in {self.rows.store.path}, where MCAdvantage.{method} "
+                f"cannot write. Call {instead} of the TrajectoryReplayBuffer."
             )
         return self._store_call
 
@@ -466,8 +468,8 @@ class MCAdvantage(Transform):
                 rows.check(self.settings.advantage_key)
             if self.rows is None and self._queue.waiting:
                 raise DefinitionError(
-                    f"{self.queued_trajectories} trajectories wait in memory in this MCAdvantage. Write them first, "
-                    "or use a separate MCAdvantage for the buffer."
+                    f"{self.queued_trajectories} trajectories are waiting in memory in this MCAdvantage. Write them "
+                    "first, or use a separate MCAdvantage for the buffer."
                 )
             self.rows = rows
             if rows is not None:
@@ -525,7 +527,7 @@ class MCAdvantage(Transform):
         if call.num_rows not in (None, len(rows)):
             raise DataError(
                 f"{len(rows)} rows were stored for {call.num_rows} trajectories from MCAdvantage. Place transforms "
-                "that change the number of trajectories after it in the list, so that they run before it."
+                "that change the number of trajectories after MCAdvantage in the list: inverses run in reverse order."
             )
         at = len(rows) - sum(member.num_rows for member in call.waits)
         for member in call.waits:
@@ -599,9 +601,9 @@ class MCAdvantage(Transform):
             self._stats.update(state["stats"])
             if self.rows is not None and state["chunks"]:
                 raise DataError(
-                    "the checkpoint contains trajectories that wait in memory, but here they wait in "
-                    f"{self.rows.store.path}. Load it into an MCAdvantage without a store, close its groups, and "
-                    "write the result."
+                    "the checkpoint contains trajectories that were waiting in memory, but in this MCAdvantage they "
+                    f"wait in {self.rows.store.path}. Load the checkpoint into an MCAdvantage without a store, close "
+                    "its groups, and write the result."
                 )
             queue, now = GroupQueue(self.settings, self._stats), self.settings.clock()
             for saved in state["chunks"]:
@@ -655,7 +657,7 @@ class MCAdvantage(Transform):
             DefinitionError: always, with the alternative.
         """
         raise DefinitionError(
-            "groups are shared through a store, where they survive a kill, not through memory. Create a "
+            "groups are shared through a store, not through memory, so that they survive a kill. Create a "
             "TrajectoryReplayBuffer for the same folder in each process; members from all processes complete a "
             "group."
         )
@@ -669,7 +671,7 @@ class MCAdvantage(Transform):
         with self._lock:
             if self.rows is not None and self._waiting():
                 raise DefinitionError(
-                    f"the groups wait in {self.rows.store.path}, and stored rows cannot be discarded. Close the "
+                    f"the groups are waiting in {self.rows.store.path}, and stored rows cannot be discarded. Close the "
                     "groups: TrajectoryReplayBuffer.close_groups()."
                 )
             self._queue = GroupQueue(self.settings, self._stats)

@@ -99,7 +99,7 @@ class RetrieveLogProb(ColumnTransform):
         token_budget: int = 16_384,
     ) -> None:
         if (model is None) == (actor is None):
-            raise DefinitionError("RetrieveLogProb needs a reference model: pass model=, or actor=, not both.")
+            raise DefinitionError("RetrieveLogProb needs a reference model: pass either model= or actor=.")
         if token_budget < 1:
             raise DefinitionError(f"token_budget is {token_budget}; it must be at least 1.")
         if log_prob_key is not None and log_prob_key[:1] != ("next",):
@@ -231,7 +231,8 @@ class ScoringBeside:
         if tokens is None or scored != batch.n:
             raise EngineError(
                 f"the engine reported the end of {scored} of {batch.n} completions, so the others have no reference "
-                "log-probs, and the rollout was not stored. Its `generate` must call `ended` for each completion."
+                "log-probs, and the rollout was not stored. The engine's `generate` must call `ended` for each "
+                "completion."
             )
         with torch.cuda.stream(self._stream):
             values = placed(self._passes, tokens, fill=math.nan)

@@ -192,8 +192,8 @@ class WaitingRows:
             if (group, name) in begun:
                 raise DataError(
                     f"trajectory_id {name} arrived again in group {group}, which is closed and already contains it "
-                    f"(row {row} of {store.path}). The call had no effect: remove this trajectory from it, or use a "
-                    "different group_id for a new group."
+                    f"(row {row} of {store.path}). The call had no effect: remove this trajectory from the call, or "
+                    "use a different group_id for a new group."
                 )
 
     def column_of(self, key: Key) -> str | None:

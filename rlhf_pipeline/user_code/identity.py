@@ -7,7 +7,7 @@ their version.
 
 >>> before, now = (functools.partial(round, ndigits=digits) for digits in (1, 2))
 >>> changed_parts(identity_of(before), identity_of(now))
-['argument ndigits was 1, is now 2']
+['argument ndigits was 1 and is now 2']
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
         elif any(re.fullmatch(r"[0-9a-f]{16}", text) for text in (was, now_is)):
             words.append(f"{name} has changed")
         else:
-            words.append(f"{name} was {was}, is now {now_is}")
+            words.append(f"{name} was {was} and is now {now_is}")
     return words
 
 

@@ -122,7 +122,7 @@ def _short(returned: Any) -> str:
 def checked_info(info: object) -> dict[str, Any]:
     """Return the values to store with a trajectory."""
     if not isinstance(info, Mapping):
-        raise TypeError(f"info is {type(info).__name__}; it must be a mapping of names to values")
+        raise TypeError(f"info is of type {type(info).__name__}; it must be a mapping of names to values")
     return {str(name): value for name, value in cast("Mapping[Any, Any]", info).items()}
 
 
@@ -133,11 +133,11 @@ def checked_messages(messages: object, what: str) -> list[dict[str, Any]]:
     [{'role': 'tool', 'content': '4'}]
     """
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise TypeError(f"{what} is {type(messages).__name__}; it must be text or a list of messages")
+        raise TypeError(f"{what} is of type {type(messages).__name__}; it must be text or a list of messages")
     checked: list[dict[str, Any]] = []
     for entry in cast("Sequence[Any]", messages):
         if not isinstance(entry, Mapping) or not isinstance(cast("Mapping[str, Any]", entry).get("role"), str):
-            raise TypeError(f"{what} has {entry!r:.60}; a message must be a mapping with a role")
+            raise TypeError(f"{what} contains {entry!r:.60}; a message must be a mapping with a role")
         message = cast("Mapping[Any, Any]", entry)
         others = {str(name): plain_json(value) for name, value in message.items() if name != "content"}
         checked.append({**others, "content": text_of(message.get("content"), what)})
@@ -179,7 +179,7 @@ def checked_rewards(rewards: object) -> dict[str, float]:
     {'reached': 1.0}
     """
     if not isinstance(rewards, Mapping):
-        raise TypeError(f"rewards are {type(rewards).__name__}; they must be a mapping of names to numbers")
+        raise TypeError(f"rewards are of type {type(rewards).__name__}; they must be a mapping of names to numbers")
     numbers = {str(name): float(value) for name, value in cast("Mapping[str, Any]", rewards).items()}
     for name, value in numbers.items():
         if not abs(value) <= LARGEST:

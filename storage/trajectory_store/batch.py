@@ -49,7 +49,7 @@ class Batch:
             if len(flat) != count:
                 raise BatchError(
                     f"column '{name}' has {len(flat)} values, but its {self.n_rows} rows need {count}: the columns "
-                    "of an axis have equal lengths. Pass them in the form that prepare() and read_batch() return."
+                    "of an axis must have equal lengths. Pass them in the form that prepare() and read_batch() return."
                 )
 
     def fitted(self, schema: Schema) -> Batch:
@@ -256,7 +256,7 @@ def _numbers(column: Column, numbers: Any) -> npt.NDArray[Any]:
         return array
     bad = [value for value in integers.flat if not 0 <= value < 1 << 64]
     if bad:
-        raise BatchError(f"column '{column.name}': {bad[0]} does not fit {column.dtype}.")
+        raise BatchError(f"column '{column.name}': {bad[0]} does not fit in {column.dtype}.")
     return integers.astype(np.uint64)
 
 
@@ -308,7 +308,7 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         low, high = int(array.min()), int(array.max())
         if low < limits.min or high > limits.max:
             bad = low if low < limits.min else high
-            raise BatchError(f"column '{column.name}': {bad} does not fit {column.dtype}.")
+            raise BatchError(f"column '{column.name}': {bad} does not fit in {column.dtype}.")
         return array.astype(target)
     if target_kind == "f" and kind in "iuf":
         with np.errstate(over="ignore"):
@@ -343,8 +343,8 @@ def _ragged(column: Column, column_rows: Any) -> tuple[npt.NDArray[Any], Int64Ar
     if isinstance(column_rows, RaggedArray):
         if column_rows.values.shape[1:] != column.shape:
             raise BatchError(
-                f"column '{column.name}' has elements of shape {list(column.shape)}; the given values have shape "
-                f"{list(column_rows.values.shape)}."
+                f"column '{column.name}' has elements of shape {list(column.shape)}; the elements in this batch have "
+                f"shape {list(column_rows.values.shape[1:])}."
             )
         return cast_values(column, column_rows.values.reshape(-1)), column_rows.lengths
     if isinstance(column_rows, (str, bytes)) or not isinstance(column_rows, Iterable):

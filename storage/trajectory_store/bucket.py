@@ -83,7 +83,7 @@ def number_from(variable: str, default: float) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise SchemaError(f"{variable}={text!r} is not a number above 0, for example {variable}={default:g}")
+        raise SchemaError(f"{variable} is {text!r}; it must be a number above 0, for example {variable}={default:g}")
     return number
 
 
@@ -255,7 +255,7 @@ class Bucket(ABC):
                 return True
             stored = self.get(key)
             if stored is None:
-                raise Transient("an object with this name exists and cannot be read")
+                raise Transient("an object with this name already exists, but cannot be read")
             return stored == data
 
         try:
@@ -381,7 +381,7 @@ class FolderBucket(Bucket):
     def put(self, key: str, data: bytes) -> None:
         """Put a file under a name that no other process uses."""
         if not self.put_new(key, data):
-            raise WriteFailedError(None, f"writing {key} failed: a file with this name exists", self.where)
+            raise WriteFailedError(None, f"writing {key} failed: a file with this name already exists", self.where)
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and its parents; sync each name if the bucket is durable."""

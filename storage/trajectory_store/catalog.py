@@ -214,7 +214,7 @@ class Catalog:
                 raise fs.unreadable(segment, segment.filename or self.medium.where) from segment
             if isinstance(segment, Segment) and segment.schema != state.schema.only(segment.schema.names):
                 opened[entry.ordinal] = CorruptionError(
-                    f"its columns differ from those of the store: {segment.schema.names}."
+                    f"its columns, {segment.schema.names}, differ from those of the store."
                 )
             elif isinstance(segment, Segment) and entry.rows is not None and segment.rows < entry.rows:
                 self.medium.refresh([segment])  # its writer ended it after it was opened
@@ -457,8 +457,8 @@ class Catalog:
             runs = [(self.segments[owner], places.rows[places.ordinals == owner]) for owner in owners]
         if lost:
             raise CorruptionError(
-                f"{self.medium.where}: {lost} cannot be opened, so the damaged rows are unknown. Run verify(), and "
-                "restore it from a copy."
+                f"{self.medium.where}: {lost} cannot be opened, so it is unknown which rows are damaged. Run "
+                "verify(), and restore the damaged segments from a copy."
             )
         is_complete = self.medium.complete  # elsewhere rows are compared when they are fetched, and some may not be yet
         are_compared = is_complete and all(self.has_compared(column, flags=True) for column in self.state.schema)
@@ -707,7 +707,7 @@ class Catalog:
         segment = self.segments.get(ordinal) or self.updates.get(ordinal)
         if segment is None:
             raise SegmentGoneError(
-                f"segment {ordinal} was removed while it was read. Call refresh() and get the ids from ids()."
+                f"segment {ordinal} was removed while it was being read. Call refresh() and get the ids from ids()."
             )
         return segment
 

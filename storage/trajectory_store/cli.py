@@ -33,7 +33,7 @@ _FIRST = ("prompt", "completion", "task_reward", "reward", "group_id")
 _FORMATS = (".parquet", ".jsonl", ".csv")
 """Suffixes of the files that `export` writes."""
 _SHELL = (
-    ("skip_damaged=True, --skip-damaged", "--skip-damaged"),
+    ("skip_damaged=True or --skip-damaged", "--skip-damaged"),
     (
         "Get the ids from ids(), and run verify() for the complete list.",
         "`trajectory-store verify STORE` lists all of them.",
@@ -326,7 +326,8 @@ def _export(typed: argparse.Namespace) -> CommandReport:
     target = Path(typed.to).expanduser()
     if target.suffix not in _FORMATS or target.is_dir():
         raise BatchError(
-            f"--to {typed.to} is not a path of a file ending with {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."
+            f"--to {typed.to} is not valid; it must be the path of a file that ends with {', '.join(_FORMATS[:-1])} or "
+            f"{_FORMATS[-1]}."
         )
     if target.exists() and not typed.force:
         raise StoreExistsError(f"{typed.to} already exists. Choose another file, or replace it with --force.")

@@ -334,8 +334,9 @@ class ColumnReader:
             return
         if catalog.lost_updates and column.optional and len(self.ids):
             raise CorruptionError(
-                f"{catalog.medium.where}: the newest values of {column.name} cannot be read: they may be in "
-                f"{catalog.lost_updates}, which cannot be opened. Run verify(), and restore it from a copy."
+                f"{catalog.medium.where}: the latest values of {column.name} cannot be read: they may be in "
+                f"{catalog.lost_updates}, which cannot be opened. Run verify(), and restore the damaged segments from "
+                "a copy."
             )
         updates = [update for update in catalog.updates.values() if column.name in update.schema]
         every_update = [(update, slice(0, update.rows)) for update in updates]
@@ -593,8 +594,8 @@ def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArr
     fits = fits and out.shape[2:] == column.shape
     if not fits or out.dtype != column.np_dtype or not out.flags.c_contiguous or not out.flags.writeable:
         raise BatchError(
-            f"out['{column.name}'] is {out.dtype} {list(out.shape)}; this batch needs a writable, contiguous "
-            f"{column.dtype} array of at least {[n, width, *column.shape]}. Compute the width with lengths() first, "
-            "or omit `out`: buffers are reused anyway."
+            f"out['{column.name}'] is a {out.dtype} array of shape {list(out.shape)}; this batch needs a writable, "
+            f"contiguous {column.dtype} array of at least the shape {[n, width, *column.shape]}. Compute the width "
+            "with lengths() first, or omit `out`: buffers are reused anyway."
         )
     return out[:n, :width]

@@ -122,7 +122,7 @@ def read_range(fd: int, start: int, stop: int, path: Path) -> bytes:
         except OSError as error:
             raise fs.unreadable(error, path) from error
         if not part:
-            raise CorruptionError(f"{path} ends at byte {start + len(data)}, before byte {stop}.")
+            raise CorruptionError(f"{path} ends at byte {start + len(data)}; it must contain at least {stop} bytes.")
         data = data + part if data else part
     return data
 

@@ -82,7 +82,7 @@ def time_after(newest_ns: int) -> int:
 def per_name(numbers: Any, most: Mapping[str, int]) -> dict[str, int]:
     """Check integers by name: exactly these names, each from 0 to its limit; raise as `whole` does."""
     if set(numbers) != set(most):
-        raise ValueError(f"{list(numbers)} do not match {list(most)}")
+        raise ValueError(f"the names {list(numbers)} do not match {list(most)}")
     return {name: checked_int(numbers[name], limit) for name, limit in most.items()}
 
 
@@ -245,8 +245,8 @@ def read_attributes(raw: bytes, where: str | Path, role: str) -> dict[str, Any]:
             else "No release has written this version; create the store again"
         )
         raise FormatVersionError(
-            f"{where} is format version {version!r}; this release reads versions {OLDEST_VERSION} to {FORMAT_VERSION}. "
-            f"{way_out}."
+            f"{where} has format version {version!r}; this release reads versions {OLDEST_VERSION} to "
+            f"{FORMAT_VERSION}. {way_out}."
         )
     return cast("dict[str, Any]", attributes)
 

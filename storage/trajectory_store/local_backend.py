@@ -274,7 +274,7 @@ def write_segment(folder: Path, meta: SegmentMeta) -> tuple[fs.OpenFile, int]:
         fs.create_sized(commits_path(folder), commits_cap(meta.rows_cap) * RECORD_SIZE, preallocate=False)
         log = fs.OpenFile(commits_path(folder), os.O_RDWR)
         if fs.try_lock(log.fd) is False:
-            raise StoreError(f"{folder} was locked by another process while it was created.")
+            raise StoreError(f"{folder} was locked by another process while it was being created.")
         fs.write_file(mark_path(folder), pack_mark(0).ljust(MARK_SIZE, b"\0"))
         fs.create_sized(checks_path(folder), 4 * checks_cap(meta), preallocate=False)
         fs.write_file(folder / "commits" / "zarr.json", commits_json(meta))

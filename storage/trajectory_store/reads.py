@@ -276,7 +276,7 @@ class StoreReads:
             schema_column = self.schema.find(stored_name) if isinstance(stored_name, str) else None
             if schema_column is None:
                 raise UnknownColumnError(
-                    f"the condition {condition!r}: {self.path} has no column '{name}'."
+                    f"{self.path} has no column '{name}', which the condition {condition!r} uses."
                     + did_you_mean(name, [*self.schema.names, *names])
                 )
             return schema_column
@@ -335,7 +335,7 @@ class StoreReads:
             checked: as in `read`; damaged rows are excluded from all rows.
         """
         if rows < 1:
-            raise SchemaError(f"rows={rows} must be 1 or more.")
+            raise SchemaError(f"rows is {rows}; it must be at least 1.")
         among, before = self.arrivals() if ids is None else as_ids(ids), set[int]()
         for part, values in self._parts(
             among, rows, lambda part: self.read(part, columns, checked=checked), every=ids is None
@@ -405,8 +405,8 @@ class StoreReads:
         if damage and not skip_damaged:
             error = self._catalog.unreadable(damage[0][0], damage[0][1], damaged)
             raise CorruptionError(
-                f"{error} Restore the files from a copy, or skip damaged trajectories: skip_damaged=True, "
-                "--skip-damaged."
+                f"{error} Restore the files from a copy, or skip the damaged trajectories (skip_damaged=True or "
+                "--skip-damaged)."
             )
         among = self.ids() if ids is None else as_ids(ids)
         return among[~np.isin(among, damaged)] if len(damaged) else among
@@ -503,7 +503,7 @@ class StoreReads:
         if side not in ("left", "right"):
             raise SchemaError(f"side {side!r} is unknown. Use 'right' or 'left'.")
         if pad_to_multiple_of < 1:
-            raise SchemaError(f"pad_to_multiple_of={pad_to_multiple_of} must be 1 or more.")
+            raise SchemaError(f"pad_to_multiple_of is {pad_to_multiple_of}; it must be at least 1.")
         selected = self.schema.select(columns)
         reader = self._reader(ids, selected, checked=checked)
         by_name = isinstance(pad_value, Mapping)
@@ -619,7 +619,7 @@ def as_ids(ids: Ids) -> Int64Array:
         array = array.reshape(1)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BatchError(
-            f"ids must be a 1-D array of integers; got {array.dtype} {list(array.shape)}. Get them from append() or "
-            "ids()."
+            f"ids must be a 1-D array of integers; got {array.dtype} of shape {list(array.shape)}. Get them from "
+            "append() or ids()."
         )
     return array.astype(np.int64, copy=False)

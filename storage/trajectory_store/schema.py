@@ -77,7 +77,7 @@ class Column:
                 + did_you_mean(str(self.dtype), DTYPES)
             )
         if self.is_text and self.ragged:
-            raise SchemaError(f"column '{self.name}' is {self.dtype}: remove ragged=True.")
+            raise SchemaError(f"column '{self.name}' is {self.dtype}, so it cannot be ragged. Remove ragged=True.")
         self._set_axis()
         self._set_shape()
         self._check_fill()
@@ -112,9 +112,10 @@ class Column:
         if self.is_text:
             if not isinstance(self.fill, str) or (self.dtype == "bytes" and self.fill):
                 raise SchemaError(
-                    f"fill {self.fill!r} of column '{self.name}' is not a str."
+                    f"the fill value {self.fill!r} of column '{self.name}' is not a str."
                     if self.dtype == "str"
-                    else f"fill {self.fill!r} of column '{self.name}': the fill of bytes is empty, so use fill=''."
+                    else f"the fill value {self.fill!r} of column '{self.name}' is not valid: a bytes column can only "
+                    "have an empty one. Use fill=''."
                 )
             return
         try:
@@ -123,7 +124,7 @@ class Column:
         except (ValueError, TypeError, OverflowError):
             same = False
         if not same or isinstance(self.fill, str):
-            raise SchemaError(f"fill {self.fill!r} of column '{self.name}' is not a {self.dtype}.")
+            raise SchemaError(f"the fill value {self.fill!r} of column '{self.name}' is not a valid {self.dtype}.")
 
     @functools.cached_property
     def is_text(self) -> bool:
@@ -216,7 +217,9 @@ class Schema:
         axes: dict[str, list[Column]] = {}
         for column in self.columns:
             if not isinstance(column, Column):  # pyright: ignore[reportUnnecessaryIsInstance] - a caller's mistake
-                raise SchemaError(f"a schema is a list of Column, for example Column('a', 'int32'); got {column!r}.")
+                raise SchemaError(
+                    f"a schema must be a list of Column objects, for example [Column('a', 'int32')]; got {column!r}."
+                )
             if column.name in self._by_name:
                 raise SchemaError(f"column '{column.name}' appears twice in the schema.")
             self._by_name[column.name] = column
@@ -225,13 +228,15 @@ class Schema:
         for axis, members in axes.items():
             if len(members) > 1 and any(c.is_text for c in members):
                 names = ", ".join(c.name for c in members)
-                raise SchemaError(f"axis '{axis}' is shared by {names}: text and bytes need a separate axis.")
+                raise SchemaError(
+                    f"axis '{axis}' is shared by {names}, but each text or bytes column needs a separate axis."
+                )
         self.axes: dict[str, tuple[Column, ...]] = {a: tuple(m) for a, m in axes.items()}
         self.optional: tuple[Column, ...] = tuple(c for c in self.columns if c.optional)
         if len(self.optional) > MAX_OPTIONAL:
             raise SchemaError(
                 f"{len(self.optional)} columns have a fill value or are mutable; the format has presence flags for "
-                f"at most {MAX_OPTIONAL}."
+                f"at most {MAX_OPTIONAL} such columns."
             )
 
     @functools.cached_property

@@ -517,7 +517,8 @@ class TrajectoryStore(StoreTable):
         if not isinstance(self.path, Path):
             raise SchemaError(
                 f"copy() copies a store in a folder; {self.path} is in an object store. Copy its objects with the "
-                "tools of the object store, the catalog first (see FORMAT.md), or copy its rows: rlhf-pipeline copy"
+                "tools of the object store, the catalog first (see FORMAT.md), or copy its rows: rlhf-pipeline copy "
+                f"{self.path} --to FOLDER"
             )
         damaged = self.damaged()
         self.intact(damaged, skip_damaged=skip_damaged)
@@ -682,7 +683,7 @@ def _fits(column: Column, schema: Schema) -> Column:
     others = schema.axes.get(column.axis or "", ())
     if len(others) == 1 and others[0].mutable:
         raise SchemaError(
-            f"no column can join axis '{column.axis}': '{others[0].name}' is the only column on it and mutable, so "
+            f"no column can join axis '{column.axis}': its only column, '{others[0].name}', is mutable, so "
             "an update may change its lengths. Choose a separate axis, for example Column(name, dtype, ragged=True, "
             "axis=name, fill=...)."
         )

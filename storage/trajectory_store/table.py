@@ -93,8 +93,8 @@ class StoreTable(StoreReads):
             return columns_read[rows] if isinstance(rows, str) else columns_read
         if not (columns is None or _are_names(columns)) or rows is None or isinstance(rows, (bool, str)):
             raise BatchError(
-                f"store[{key!r}] needs a position, a slice, positions, a mask, or names of columns; store[10:20, "
-                "'column'] reads one column of some rows. To read rows by id, use read(ids)."
+                f"store[{key!r}]: the key must be a position, a slice, an array of positions, a mask, or column names; "
+                "store[10:20, 'column'] reads one column of some rows. To read rows by id, use read(ids)."
             )
         if hasattr(rows, "__index__") and not isinstance(rows, np.ndarray):
             every, place = self.positions(), int(rows)
@@ -294,8 +294,8 @@ def _cell(value: Any) -> str:
 
 def _no_row(place: int, count: int) -> PlaceError:
     return PlaceError(
-        f"there is no row at position {place}: the store has {count} rows. Positions count from 0 in the order of "
-        "arrival; read(ids) accepts ids."
+        f"there is no row at position {place}: the store has {count} rows. Positions start at 0, in the order of "
+        "arrival. To read rows by id, use read(ids)."
     )
 
 

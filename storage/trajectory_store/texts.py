@@ -107,7 +107,7 @@ class Texts:
     def _bytes(self, value: object) -> bytes:
         if not isinstance(value, self.kind):
             literal = "text, such as 'stop'" if self.kind is str else "bytes, such as b'x'"
-            raise SchemaError(f"{value!r} is compared with a column of {self.kind.__name__}: use {literal}.")
+            raise SchemaError(f"{value!r} is compared with a {self.kind.__name__} column: use {literal}.")
         return value.encode() if isinstance(value, str) else value
 
 

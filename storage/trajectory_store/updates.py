@@ -109,7 +109,7 @@ class Later:
             lacks, owners = bool((count & ~inside).any()), (sources >> ORDINAL_SHIFT)[count & inside]
             if segment.meta.merged and lacks and not _keeps_all(segment, owners, self._limits):
                 raise SnapshotGoneError(
-                    f"a merge removed values of column '{self.column.name}' as of this snapshot. Read "
+                    f"a merge removed the values that column '{self.column.name}' had in this snapshot. Read "
                     "without the snapshot, or use snapshots taken after the last compact()."
                 )
             count &= inside

@@ -187,7 +187,7 @@ def _is_in(left: Any, right: Any) -> Any:
     if isinstance(right, Texts):
         return right.contains(_plain(left))
     if not isinstance(right, list):
-        raise SchemaError("'in' must be followed by a list of values, such as (1, 2), or a column of text.")
+        raise SchemaError("'in' must be followed by a list of values, such as (1, 2), or a text column.")
     values = [_alike(value, left) for value in cast("list[Any]", right)]
     return left.is_in(values) if isinstance(left, Texts) else arithmetic.is_in(_plain(left), values)
 
@@ -224,7 +224,7 @@ def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
     def same_or_not(same: Any, what: str) -> Any:
         if compare not in (operator.eq, operator.ne):
-            raise SchemaError(f"{what} can only be compared with == and !=.")
+            raise SchemaError(f"{what} can only be compared using == or !=.")
         return same if compare is operator.eq else ~same
 
     return compared
@@ -252,7 +252,7 @@ def _alike(value: Any, compared_with: Any) -> Any:
         except SchemaError:
             if value.error is None:
                 raise
-        raise UnknownColumnError(f"'{value.text}' is not a number, a date or a column: {value.error}")
+        raise UnknownColumnError(f"'{value.text}' is not a number, a date or a column. {value.error}")
     if isinstance(value, str) and isinstance(compared_with, np.ndarray):
         try:
             return seconds_of(value)
@@ -369,11 +369,11 @@ class _Expression:
         if how == "contains":
             if not isinstance(texts, Texts) or not (sought := _alike(part, texts)):
                 raise SchemaError(
-                    f"the condition {self.condition!r}: ~ searches for text, and requires a column of text."
+                    f"the condition {self.condition!r}: ~ searches for text, so it requires a text column."
                 )
             return texts.contains(sought, any_case=True)
         if not isinstance(texts, Texts):
-            raise SchemaError(f"{name}.{how} requires a column of text, but '{name}' is not one. {_EXAMPLE}")
+            raise SchemaError(f"{name}.{how} requires a text column, but '{name}' is not one. {_EXAMPLE}")
         return texts.startswith(part) if how == "startswith" else texts.endswith(part)
 
     def _operand(self, name: str) -> Any:

@@ -198,7 +198,7 @@ class Stream:
         try:
             writer = medium.make_segment(meta, self._claim, self._catalog.state.next_ordinal)
         except UnsyncedError as error:  # the segment may be there, but not these rows
-            raise fs.failed(error, medium.where, "beginning a segment") from error
+            raise fs.failed(error, medium.where, "creating a segment") from error
         self.num_segments += 1
         try:
             self._catalog.refresh()

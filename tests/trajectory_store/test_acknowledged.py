@@ -511,7 +511,7 @@ def test_no_column_joins_an_axis_whose_lengths_may_change(tmp_path, backend):
             ids = store.append({"x": [[1, 2], [5]]})
             if mutable:
                 store.update(ids[:1], x=[[7, 8, 9]])
-                with pytest.raises(SchemaError, match="'x' is the only column on it and mutable"):
+                with pytest.raises(SchemaError, match="its only column, 'x', is mutable"):
                     TrajectoryStore.open(path, "a", add_columns=[JOINS])
                 continue
             with pytest.raises(BatchError, match=r"column 'x' of .* cannot be updated"):

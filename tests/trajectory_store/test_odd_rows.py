@@ -44,7 +44,7 @@ def test_uint64_takes_all_its_integers(tmp_path: Path):
         assert store.read_scalars("x").tolist() == [2**64 - 1, 1, 0, 0, 2**63 + 1]
         assert store.read_ragged("r").values.tolist() == [1, 2**63, 2**63, 5, 2**64 - 1]
         for wrong in (2**64, -1):
-            with pytest.raises(BatchError, match=f"{wrong} does not fit uint64"):
+            with pytest.raises(BatchError, match=f"{wrong} does not fit in uint64"):
                 store.append({"x": [wrong, 2**63]})
 
 

@@ -83,6 +83,6 @@ def test_integers_are_stored_in_a_smaller_dtype_where_all_fit(tmp_path, given, d
 def test_an_integer_beyond_its_column_is_named(tmp_path, given, dtype, value):
     """Nothing is cut off: the value and the dtype are in the error."""
     with TrajectoryStore.create(tmp_path / "s", [Column("n", dtype)]) as store:
-        with pytest.raises(BatchError, match=f"{value} does not fit {dtype}"):
+        with pytest.raises(BatchError, match=f"{value} does not fit in {dtype}"):
             store.append({"n": np.array([1, value, 2], given)})
         assert len(store) == 0

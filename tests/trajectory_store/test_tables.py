@@ -158,7 +158,7 @@ def test_a_store_of_another_tools_table(tmp_path):
         ({"reward": ["1", "2", "3"]}, "column 'reward' is float32 in the store and string in Arrow"),
         ({"tokens": [1, 2, 3]}, "column 'tokens' is ragged in the store but int64 in Arrow"),
         ({"tokens": [[1, None], [], [4]]}, "column 'tokens' contains a null within a row"),
-        ({"tokens": [[2**31], [], [4]]}, "column 'tokens': 2147483648 does not fit int32"),
+        ({"tokens": [[2**31], [], [4]]}, "column 'tokens': 2147483648 does not fit in int32"),
         ({"number": [0.5, 1.0, 2.0]}, "column 'number' is int64"),
         ({"spans": [[[1, 2, 3]], [], []]}, r"column 'spans' has elements of shape \[2\]"),
         ({"tokens": [[[1]], [], [[4]]]}, "column 'tokens' has one number per row"),

@@ -70,8 +70,8 @@ class VLLMEngine:
                 from vllm import LLM  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
             except ImportError as error:
                 raise DefinitionError(
-                    f"collect.engine=vllm needs vLLM, which cannot be imported ({error}). Install it: "
-                    "pip install 'rlhf-pipeline[vllm]'; or sample with --set collect.engine=slots."
+                    f"collect.engine=vllm needs vLLM, which cannot be imported ({error}). Install it "
+                    "(pip install 'rlhf-pipeline[vllm]'), or sample with --set collect.engine=slots."
                 ) from error
             self.llm: Any = LLM(
                 model=str(model),

@@ -130,11 +130,11 @@ def _text(query: Query, name: str, default: str) -> str:
 def _first(query: Query, name: str, default: int) -> int:
     text = _text(query, name, str(default))
     if not text.isdecimal() or len(text) > 18:
-        raise DefinitionError(f"{name}={text[:20]} is not a whole number of at least 0.")
+        raise DefinitionError(f"{name}={text[:20]} is not valid; it must be a whole number of at least 0.")
     return int(text)
 
 
 def _number(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
-        raise MissingKeyError(f"there is no item with the number {text[:20]}.")
+        raise MissingKeyError(f"{text[:20]!r} is not a valid number.")
     return int(text)

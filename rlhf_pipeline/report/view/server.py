@@ -150,7 +150,7 @@ def make_app(views: Sequence[View], *, port: int, key: str) -> ASGIApp:
                 view.place_of_trajectory(request.path_params["row"])
                 content: object = json.loads(body)
                 if not isinstance(content, dict):
-                    raise DefinitionError("a note must consist of a text and a list of labels.")
+                    raise DefinitionError("a note must consist of text and a list of labels.")
                 Notes(view.address).write(str(request.path_params["row"]), content)
         except (MissingKeyError, MissingRowError) as error:
             return JSONResponse({"error": str(error)}, 404, _HEADERS)

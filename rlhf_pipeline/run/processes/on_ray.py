@@ -171,7 +171,8 @@ def on_ray(
         raise DefinitionError("--ray needs the package ray. Install it: pip install 'rlhf-pipeline[ray]'") from error
     if tuple(int(part) for part in str(ray.__version__).split(".")[:2]) < _OLDEST:
         raise DefinitionError(
-            f"--ray needs ray 2.50 or newer; this is {ray.__version__}. Install it: pip install 'rlhf-pipeline[ray]'"
+            f"--ray needs ray 2.50 or newer, but version {ray.__version__} is installed. Upgrade it: pip install "
+            "'rlhf-pipeline[ray]'"
         )
     if address.startswith("ray://") and not is_url(run_dir):
         raise DefinitionError(f"the cluster at {address} cannot access the folder {run_dir}: use --out s3://bucket/run")

@@ -128,7 +128,7 @@ class LeasedClaims(Claims):
         if self._claimed is not None and not self._change(self._claimed, segment=segment):
             raise LeaseLostError(
                 f"{self.work.what} {self._claimed} was taken over by another collector, because this collector was "
-                f"stalled for more than {self._mirror.leases.seconds:g} s. Its samples are discarded."
+                f"stalled for more than {self._mirror.leases.seconds:g} s. The samples of this collector are discarded."
             )
 
     def _change(self, number: int, *, segment: int | None = None) -> bool:

@@ -91,8 +91,8 @@ def _check_server(trainer: Any) -> None:
     mode = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         raise SchemaError(
-            f"the vLLM server reports log-probs as {mode}: at temperature 1, not at the trainer's "
-            f"{trainer.temperature}. Start it with --logprobs-mode processed_logprobs."
+            f"the vLLM server reports {mode}, which are log-probs at temperature 1, not at the trainer's temperature "
+            f"of {trainer.temperature}. Start it with --logprobs-mode processed_logprobs."
         )
 
 

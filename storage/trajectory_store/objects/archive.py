@@ -171,19 +171,19 @@ class Commit:
                 version=checked_int(attributes["version"], meta.version, meta.version),
             )
             if not commit.n_rows and commit.starts != ends:
-                raise ValueError("an end has elements")
+                raise ValueError("an end record contains elements")
             if commit.before and (len(commit.before) != BLOCK - 1 or commit.seq % BLOCK != BLOCK - 1):
                 raise ValueError("'before' does not belong to this block")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CorruptionError(
-                f"object {key} is damaged: in its record a field is missing or wrong ({error})."
+                f"object {key} is damaged: a field of its record is missing or wrong ({error})."
             ) from None
         return commit
 
 
 def _crcs(crcs: Any, names: Collection[str]) -> dict[str, int | str]:
     if set(crcs) != set(names):
-        raise ValueError(f"{list(crcs)} do not match {list(names)}")
+        raise ValueError(f"the names {list(crcs)} do not match {list(names)}")
     for crc in crcs.values():
         if isinstance(crc, str):
             bytes.fromhex(crc)

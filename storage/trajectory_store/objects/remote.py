@@ -53,7 +53,7 @@ def open_bucket(target: Any, *, durable: bool) -> Bucket:
         return ZarrBucket(target)
     if any(name.startswith("obstore.") for name in names):
         return ObstoreBucket(target, str(target))
-    raise SchemaError(f"{target!r} is not a path, URL, obstore store or zarr Store.")
+    raise SchemaError(f"{target!r} is not a path, a URL, an obstore store or a zarr Store.")
 
 
 def _from_url(url: str) -> Any:

@@ -788,7 +788,7 @@ class ObjectSegment(Segment):
         def read(tail: bytes, size: int) -> tuple[Places, Crcs]:
             commit = read_commit(tail, size, key, self.meta)
             if not self._is_named(commit, seq):
-                raise CorruptionError(f"object {key} is a different commit from the one in its name.")
+                raise CorruptionError(f"object {key} contains a different commit from the one that its name specifies.")
             return directory(tail, size, key), commit.crc
 
         if raw is not None:

@@ -42,7 +42,7 @@ class EpisodeRows:
                 raise BatchError(
                     f"row {i} has a reward, {float(reward):g}, but is not the last row of its episode. Assign the "
                     "reward of an episode to its last row, and None to the other rows; turn_rewards may contain the "
-                    "rewards of single turns."
+                    "rewards of individual turns."
                 )
         ends = (self.first + self.size - 1).tolist()
         for name in ("finish_reason", "advantage"):
@@ -69,7 +69,7 @@ def episode_rows(names: Sequence[Hashable | None]) -> EpisodeRows:
     begun = [name for name, start in zip(names, starts, strict=True) if start and name is not None]
     if len(set(begun)) < len(begun):
         again = next(name for i, name in enumerate(begun) if name in begun[:i])
-        raise BatchError(f"rows of episode {again!r} are not consecutive. Pass them in order.")
+        raise BatchError(f"the rows of episode {again!r} are not consecutive. Pass them one after the other.")
     firsts = np.flatnonzero(starts)
     sizes = np.diff(np.append(firsts, len(names)))
     first = np.repeat(firsts, sizes)

@@ -133,7 +133,9 @@ def check_text(text: str, name: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise BatchError(f"field '{name}' contains half of a surrogate pair ({half}), which is not text.") from None
+        raise BatchError(
+            f"field '{name}' contains half of a surrogate pair ({half}), which is not valid text."
+        ) from None
     return text
 
 
@@ -152,8 +154,8 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
         more += [{key: message[key]} for key in _BESIDE_CONTENT if sampled and message.get(key)]
         if more:
             raise BatchError(
-                f"field '{name}' contains more than text but has no token ids: {excerpt(more[0])}. This would be "
-                "lost when the text is encoded. Export the token ids too."
+                f"field '{name}' contains more than text ({excerpt(more[0])}) but has no token ids. This content "
+                "would be lost when the text is encoded. Export the token ids too."
             )
 
 
@@ -230,7 +232,7 @@ def as_time(value: Any, name: str) -> float:
         seconds = seconds_of(value) if isinstance(value, (str, datetime.datetime)) else as_number(value, name)
     except ValueError:
         raise BatchError(
-            f"field '{name}' must be seconds or a date such as 2026-01-31, got {excerpt(value)}."
+            f"field '{name}' must be a number of seconds or a date such as 2026-01-31, got {excerpt(value)}."
         ) from None
     if abs(seconds) > _LAST_SECOND:
         raise BatchError(

@@ -109,8 +109,8 @@ class RecordedNames:
                 raise BatchError(
                     f"group {of_run!r}{' of an evaluation' if evaluation else ''} of run {run!r} has a different "
                     f"prompt from row {i} of this call, so the members cannot be compared. Use a separate group name "
-                    "for each prompt. A training run that starts from scratch needs a new run: TrajectoryRecorder(..., "
-                    "run_id=NAME)."
+                    "for each prompt. A training run that starts from scratch needs a new run id: "
+                    "TrajectoryRecorder(..., run_id=NAME)."
                 )
             group.prompt = group.prompt or prompt
         return groups

@@ -273,7 +273,7 @@ def test_resume_under_another_definition(cli: Cli, tmp_path: Path):
     """A definition that would learn something else is refused before torch is imported, naming the fields."""
     write_run(Path("runs/demo"))
     shown = cli("run", "copy_digits", "--resume", "--out", "runs/demo", "--set", "learn.beta2=0.5")
-    assert "learn.beta2 was 0.95, is now 0.5" in shown.err
+    assert "learn.beta2 was 0.95 and is now 0.5" in shown.err
     assert plan("copy_digits", "--resume", "--out", "runs/demo", "--steps", 9).pipeline.learn.steps == 9
 
 

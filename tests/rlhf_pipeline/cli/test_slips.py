@@ -43,8 +43,8 @@ SLIPS = (
     ("report runs/demo --out no/where.html", "for where.html does not exist"),
     ("show runs/dmo", "Did you mean 'runs/demo'?"),
     ("show runs/demo --id 99", "there is no trajectory 99"),
-    ("show runs/demo --group 99", "there is no group 99 in demo; groups go from 0 to 11"),
-    ("show runs/demo --step 99", "there is no step 99 in demo: the newest is 12"),
+    ("show runs/demo --group 99", "there is no group 99 in demo; group ids range from 0 to 11"),
+    ("show runs/demo --step 99", "there is no step 99 in demo: the latest step is 12"),
     ("tail runs/dmo", "Did you mean 'runs/demo'?"),
     ("tail runs/dmo -f", "Did you mean 'runs/demo'?"),  # where it would wait otherwise
     ("tail runs/demo --filter rewrad>1", "Did you mean 'reward'?"),

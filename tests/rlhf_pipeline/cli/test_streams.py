@@ -136,7 +136,7 @@ def test_a_run_folder_that_cannot_be_is_reported_before_torch_is_imported(cli: C
     line = f"{COMMAND} run copy_digits --out r\u00fcn"
     shown = shell(line, tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert shown.returncode == 2
-    assert shown.stderr.endswith("cannot encode this name. Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
+    assert shown.stderr.endswith("cannot represent this name. Enable UTF-8 mode: PYTHONUTF8=1 rlhf-pipeline ...\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
 
 

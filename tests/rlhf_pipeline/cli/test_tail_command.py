@@ -167,7 +167,7 @@ def test_follow_waits_for_the_first_trajectory(run_dir: Path, followers: list[Fo
     assert early.next(3)[1].split()[0] == "47"
     (run_dir / "store").rename("gone")
     assert early.process.wait(20) == 2
-    assert "was removed, or replaced by another one" in early.process.stderr.read()
+    assert "was removed, or replaced by another store" in early.process.stderr.read()
 
 
 def test_follow_into_a_pipe(run_dir: Path):

@@ -206,7 +206,7 @@ def test_log_probs_of_another_distribution_are_not_recorded(tmp_path: Path, capl
     pytest.importorskip("transformers")
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         for settings in ({"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}):
-            with pytest.raises(SchemaError, match=r"reports log-probs as raw_logprobs.*--logprobs-mode processed_logp"):
+            with pytest.raises(SchemaError, match=r"reports raw_logprobs, .*--logprobs-mode processed_logp"):
                 recorder.attach(trainer("raw_logprobs", **settings))
             recorder.attach(trainer("processed_logprobs", **settings))
         recorder.attach(trainer("raw_logprobs", temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0))

@@ -319,7 +319,9 @@ def test_values_of_tokens_beside_text(tmp_path: Path, jsonl: Write, tokenizer: A
 def test_times(tmp_path: Path, jsonl: Write, written: float | str, wanted: float):
     """A time is seconds or a date; what is neither is named."""
     row = {"prompt_ids": [1], "completion_ids": [2], "reward": 1.0, "created_at": written}
-    with pytest.raises(DataError, match=r":2: field 'created_at' must be seconds or a date .*got str 'noon'"):
+    with pytest.raises(
+        DataError, match=r":2: field 'created_at' must be a number of seconds or a date .*got str 'noon'"
+    ):
         import_files([jsonl([row, row | {"created_at": "noon"}])], tmp_path / "store")
     assert rows_of(tmp_path / "store")["created_at"].tolist() == [wanted]
 

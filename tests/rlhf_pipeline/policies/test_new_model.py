@@ -104,7 +104,7 @@ def test_bad_arguments_leave_nothing_behind(text_file: Path, tmp_path: Path) -> 
         new_model(target, text_file=tmp_path / "nothing.txt")
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"a": "b"}\n{oops\n')
-    with pytest.raises(DataError, match=r"broken\.jsonl, line 2 is not JSON"):
+    with pytest.raises(DataError, match=r"line 2 of .*broken\.jsonl is not JSON"):
         new_model(target, text_file=broken)
     blank = tmp_path / "blank.txt"
     blank.write_text("\n\n")

@@ -466,7 +466,7 @@ def test_logits_that_are_changed_in_other_ways_are_refused(
     """One factor and a soft cap do not explain them."""
     model = make_model()
     model.lm_head.register_forward_hook(lambda _m, _i, output: function(output))
-    with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
+    with pytest.raises(DefinitionError, match=r"the relative difference between its logits and head\(hidden\)"):
         TokenPolicy(model)
 
 
@@ -474,7 +474,9 @@ def test_a_model_that_looks_ahead_is_refused(make_model: Make) -> None:
     """A decoder whose config leaves is_decoder off attends to later tokens, and what it scores are no log-probs."""
     sizes = {"num_key_value_heads": None, "bos_token_id": 2}
     TokenPolicy(make_model("bert-generation", is_decoder=True, **sizes))
-    with pytest.raises(DefinitionError, match=r"later tokens change the hidden states of earlier tokens, by .* causal"):
+    with pytest.raises(
+        DefinitionError, match=r"later tokens change the hidden states of earlier tokens \(relative change: .* causal"
+    ):
         TokenPolicy(make_model("bert-generation", **sizes))
 
 
@@ -512,7 +514,7 @@ def test_a_factor_that_depends_on_the_position_is_refused(make_model: Make) -> N
     """Another factor from the ninth position on."""
     factors = torch.ones(64, 1)
     factors[8:] = 1.5
-    with pytest.raises(DefinitionError, match=r"its logits differ from head\(hidden\)"):
+    with pytest.raises(DefinitionError, match=r"the relative difference between its logits and head\(hidden\)"):
         TokenPolicy(changed(make_model(), lambda logits: logits * factors[: logits.shape[1]]))
 
 

@@ -207,7 +207,9 @@ def test_compilation_is_chosen_again_when_a_run_continues(tmp_path, monkeypatch)
     fused = changed(BEFORE, learn__steps="3", learn__compile="on")
     run(fused, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
     assert made[-1].take_computed()["compiled"] == "norms+mlps"
-    assert any("learn.compile was 'auto', is now 'on'" in event.message for event in heard if isinstance(event, Notice))
+    assert any(
+        "learn.compile was 'auto' and is now 'on'" in event.message for event in heard if isinstance(event, Notice)
+    )
     run(changed(fused, learn__steps="4"), run_dir=tmp_path / "run", resume=True)
     assert made[-1].take_computed()["compiled"] == "norms+mlps"
     one, other = (load_file(newest(tmp_path / name) / "model.safetensors") for name in ("run", "eager"))
@@ -249,9 +251,9 @@ def test_a_flaky_judge_gets_retries_when_the_run_continues(tmp_path):
     assert [row["num_failed"] for row in RunFolder(tmp_path).metrics] == [4, 4, 0, 0]
     notices = [event.message for event in events if isinstance(event, Notice) and event.message.startswith("collect.")]
     assert notices == [
-        "collect.retries was 0, is now 3: from now on, failed calls and conversations are retried at most this many "
+        "collect.retries was 0 and is now 3: from now on, failed calls and conversations are retried at most this many "
         "times.",
-        "collect.reward_timeout_s was 300.0, is now 60.0: from now on, reward calls fail after this time.",
+        "collect.reward_timeout_s was 300.0 and is now 60.0: from now on, reward calls fail after this time.",
     ]
 
 
@@ -302,13 +304,13 @@ def test_every_other_field_is_refused_with_the_way_to_go(finished, tmp_path):
         with pytest.raises(RunMismatchError) as error:
             check_unchanged(RunFolder(copy), BEFORE, 0, overrides=[(path, "text")])
         said = str(error.value)
-        assert f"{path} was 'another', is now {value!r}" in said
+        assert f"{path} was 'another' and is now {value!r}" in said
         new = f"rlhf-pipeline run --from {copy}@2 --set {path}=text --out OTHER_FOLDER"
         assert (new in said) is carries_over(path)
         assert ("start a new run with --out" in said) is not carries_over(path)
         refused += 1
     assert refused > 80
-    with pytest.raises(RunMismatchError, match=r"seed was 0, is now 3.*--from .*@2 --seed 3 --out"):
+    with pytest.raises(RunMismatchError, match=r"seed was 0 and is now 3.*--from .*@2 --seed 3 --out"):
         check_unchanged(RunFolder(finished), BEFORE, 3)
 
 
@@ -443,7 +445,7 @@ def test_weight_decay_from_zero_on_the_command_line(tmp_path, monkeypatch, capsy
     assert main(["run", "copy_digits", "--out", "run", "--steps", "1", *small]) == 0
     moments = load_file(newest(Path("run")) / "optimizer.safetensors")
     assert main(["run", "--out", "run", "--resume", "--steps", "2", "--set", "learn.weight_decay=0.1"]) == 0
-    assert "learn.weight_decay was 0.0, is now 0.1, from step 2 on." in capsys.readouterr().out
+    assert "learn.weight_decay was 0.0 and is now 0.1, from step 2 on." in capsys.readouterr().out
     assert moments.keys() == load_file(newest(Path("run")) / "optimizer.safetensors").keys()
     assert main(["run", "--out", "run", "--resume", "--steps", "3"]) == 0
     assert RunFolder.open(tmp_path / "run").config.pipeline["learn"]["weight_decay"] == 0.1

@@ -27,7 +27,8 @@ def test_a_schedule_never_jumps_silently_and_the_change_is_recorded(tmp_path):
     run(longer, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
     (notice,) = [event.message for event in heard if isinstance(event, Notice)]
     assert (
-        "learn.steps was 4, is now 8: the learning rate of step 5 is 0.0005 (the rate of step 4 was 0.000146" in notice
+        "learn.steps was 4 and is now 8: the learning rate of step 5 is 0.0005 (the rate of step 4 was 0.000146"
+        in notice
     )
     assert notice.endswith("add --set learn.lr_decay_steps=5")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["changes"] == [
@@ -54,8 +55,8 @@ def test_what_a_person_changes_while_watching_is_allowed_and_named(tmp_path):
     other = tiny(learn__steps="3", learn__lr="0.5", loss__clip_high="0.3", collect__num_slots="7")
     run(other, run_dir=tmp_path / "run", resume=True, on_event=heard.append)
     said = " ".join(event.message for event in heard if isinstance(event, Notice))
-    assert "learn.lr was 0.01, is now 0.5: the learning rate of step 3 is 0.5 (the rate of step 2 was 0.01" in said
-    assert "loss.clip_high was 0.2, is now 0.3, from step 3 on." in said
+    assert "learn.lr was 0.01 and is now 0.5: the learning rate of step 3 is 0.5 (the rate of step 2 was 0.01" in said
+    assert "loss.clip_high was 0.2 and is now 0.3, from step 3 on." in said
     assert "collect.num_slots was" in said
 
 
@@ -107,7 +108,7 @@ def test_an_object_of_a_plain_class_is_recorded_and_distinguished_from_another(t
     run(longer, run_dir=tmp_path / "run", resume=True)
     assert len(list(RunFolder(tmp_path / "run").metrics)) == 2
     for other, named in (
-        (Digits(2, table), "prompts.offset was 1, is now 2"),
+        (Digits(2, table), "prompts.offset was 1 and is now 2"),
         (Digits(1, table + 1), "prompts.table.sha256"),
     ):
         with pytest.raises(RunMismatchError, match=named):

@@ -299,7 +299,7 @@ def test_a_source_that_lost_a_chosen_trajectory_is_named(tmp_path):
     with TrajectoryStore.create(tmp_path / "own", gather_schema(choice)) as own:
         choice.row[0] = 10**6
         gatherer = Gatherer(pipeline, policy, choice, own, limits=LIMITS, on_event=ignore_events)
-        with pytest.raises(DataError, match="has lost trajectories that this run had selected"):
+        with pytest.raises(DataError, match="no longer contains some of the trajectories that this run selected"):
             gatherer.run(lambda: False)
 
 

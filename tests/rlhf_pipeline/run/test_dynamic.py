@@ -214,7 +214,7 @@ def test_kills_in_any_round_change_nothing(tmp_path, children):
 def test_a_resume_with_other_rounds_is_refused(tmp_path):
     """The prompts of a rollout depend on them."""
     run(dynamic(learn__steps="1"), run_dir=tmp_path / "run")
-    with pytest.raises(RunMismatchError, match=r"collect\.dynamic was 3, is now 4"):
+    with pytest.raises(RunMismatchError, match=r"collect\.dynamic was 3 and is now 4"):
         run(dynamic(collect__dynamic="4"), run_dir=tmp_path / "run", resume=True)
     with pytest.raises(DefinitionError, match="selects groups whose rewards differ, but group_size is 1"):
         dynamic(collect__group_size="1", write__estimator="reinforce_pp")

@@ -154,7 +154,9 @@ def test_a_resume_says_that_evaluations_are_others(tmp_path):
     assert "they are stored separately, and the best checkpoint is selected only from them." in said
     assert [(event.step, event.best) for event in done] == [(6, True)]
     said, done = resumed(of(range(200, 203), 8, group_size=2))
-    change = "evaluate.group_size was 4, is now 2: evaluations from step 7 on differ from earlier ones; they are stored"
+    change = (
+        "evaluate.group_size was 4 and is now 2: evaluations from step 7 on differ from earlier ones; they are stored"
+    )
     assert change in said
     assert [(event.step, event.best) for event in done] == [(8, True)]
     assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 3
@@ -254,14 +256,14 @@ def test_a_changed_grader_is_reported_and_the_best_checkpoint_selected_from_ther
     notices, _ = go_on(2.0, 4)  # its calls are no change
     assert notices == []
     (notice,), done = go_on(-1.0, 6)
-    assert "Score has been edited since the run was last started (attribute weight was 2.0, is now -1.0)" in notice
+    assert "Score has been edited since the run was last started (attribute weight was 2.0 and is now -1.0)" in notice
     assert "new evaluations use the edited version; they are stored separately" in notice
     assert [(event.step, event.best) for event in done] == [(6, True)]  # though every earlier mean is higher
     assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 2
     notices, done = go_on(-1.0, 8)
     assert notices == []
     assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 2
-    what = "reward tests.rlhf_pipeline.run.test_evaluation:Score: attribute weight was 2.0, is now -1.0"
+    what = "reward tests.rlhf_pipeline.run.test_evaluation:Score: attribute weight was 2.0 and is now -1.0"
     with closing(View(tmp_path / "run")) as view:
         assert [grader["from_step"] for grader in view.graders()] == [1, 5]
         assert view.definition()["grader from step 5"] == what

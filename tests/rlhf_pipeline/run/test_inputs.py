@@ -82,7 +82,8 @@ def test_another_path_is_another_path_and_no_change_of_the_old_file(pipeline, tm
     check_unchanged(RunFolder(run_dir), moved, 0)
     other.write_text(file.read_text() + "\n")
     said = (
-        rf"prompts\.path was {file}, is now {other}, whose content differs: its size was 68 bytes and is now 69\. Use"
+        rf"prompts\.path was {file} and is now {other}, whose content differs: "
+        r"its size was 68 bytes and is now 69\. Use"
     )
     with pytest.raises(RunMismatchError, match=said):
         check_unchanged(RunFolder(run_dir), moved, 0)
@@ -131,7 +132,7 @@ def test_a_field_that_is_younger_than_the_run_is_not_a_difference(pipeline, tmp_
     slower = dataclasses.replace(pipeline, learn=dataclasses.replace(pipeline.learn, beta1=0.5))
     del record["pipeline"]["learn"]["beta1"]
     edited(run_dir, record)
-    with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9, is now 0\.5"):
+    with pytest.raises(RunMismatchError, match=r"learn\.beta1 was 0\.9 and is now 0\.5"):
         check_unchanged(RunFolder(run_dir), slower, 0)
     record["pipeline"]["learn"]["beta2"] = 0.5
     edited(run_dir, record)
@@ -276,14 +277,14 @@ def test_another_device_and_other_versions_are_said(tmp_path):
     assert list(continuation_notices(run, longer, device="cpu")) == []
     assert list(continuation_notices(run, pipeline)) == []
     assert [notice.split(":")[0] for notice in continuation_notices(run, pipeline, device="cuda")] == [
-        "device was cpu, is now cuda"
+        "device was cpu and is now cuda"
     ]
     record = json.loads((run_dir / "config.json").read_text())
     record["versions"]["torch"] = "0.9"
     edited(run_dir, record)
-    assert [notice.split(",")[0] for notice in continuation_notices(RunFolder(run_dir), pipeline, device="cpu")] == [
-        "torch was 0.9"
-    ]
+    assert [
+        notice.split(" and ")[0] for notice in continuation_notices(RunFolder(run_dir), pipeline, device="cpu")
+    ] == ["torch was 0.9"]
 
 
 def test_another_number_of_threads_is_reported(tmp_path):
@@ -296,4 +297,6 @@ def test_another_number_of_threads_is_reported(tmp_path):
     edited(run_dir, record)
     (notice,) = continuation_notices(RunFolder(run_dir), pipeline, device="cpu")
     before, now = torch.get_num_threads() + 3, torch.get_num_threads()
-    assert notice.startswith(f"threads was {before}, is now {now} (to keep it: OMP_NUM_THREADS={before}): from now on")
+    assert notice.startswith(
+        f"threads was {before} and is now {now} (to keep it: OMP_NUM_THREADS={before}): from now on"
+    )

@@ -114,7 +114,7 @@ def test_each_store_is_gone_through_by_itself(tmp_path):
 def test_a_store_too_small_for_its_share_is_refused(tmp_path):
     """A store of two cannot give three different trajectories to a batch."""
     store = store_of(tmp_path / "store", [0] * 2 + [1] * 20, list(range(22)))
-    with pytest.raises(DefinitionError, match=r"store 1 of 2 has 2 trajectories.* 3 of the 6 trajectories of a batch"):
+    with pytest.raises(DefinitionError, match=r"store 1 of 2 has 2 trajectories.* 3 of the 6 trajectories in a batch"):
         batches_of(store, replay=Replay(stores=("a", "b"), weights=(1.0, 1.0)), batch_size=6)
     store.close()
 
@@ -168,7 +168,7 @@ def test_the_use_limit_counts_what_the_ledger_says(tmp_path):
         ledger.record({"step": step, "row_ids": rows, "trajectory_ids": [100 + row for row in rows]})
         seen += rows
     assert sorted(seen) == list(range(12))
-    with pytest.raises(DataError, match="none of 12 trajectories may be used again"):
+    with pytest.raises(DataError, match="none of the 12 trajectories may be used again"):
         batches.rows(4)
     assert batches_of(store, sample=Sample(max_uses=2)).last_step == 6  # in epochs the end is known before
     store.close()

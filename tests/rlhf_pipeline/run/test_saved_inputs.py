@@ -81,7 +81,7 @@ def test_a_copied_run_resumes_bit_for_bit_from_its_folder_alone(ran, travelled, 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    warning = f"threads was {threads}, is now {now} (to keep it: OMP_NUM_THREADS={threads})"
+    warning = f"threads was {threads} and is now {now} (to keep it: OMP_NUM_THREADS={threads})"
     assert (warning in done.stderr + done.stdout) == others
     assert "differ from earlier ones" not in done.stderr + done.stdout
     if not others:

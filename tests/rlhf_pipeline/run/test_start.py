@@ -296,9 +296,9 @@ def test_folders_are_checked(tmp_path):
     before = weights(folder)
     with pytest.raises(RunExistsError, match="add --resume"):
         run(tiny(), run_dir=folder)
-    with pytest.raises(RunMismatchError, match=r"learn.beta2 was 0.95, is now 0.5"):
+    with pytest.raises(RunMismatchError, match=r"learn.beta2 was 0.95 and is now 0.5"):
         run(tiny(learn__beta2="0.5"), run_dir=folder, resume=True)
-    with pytest.raises(RunMismatchError, match="seed was 0, is now 1"):
+    with pytest.raises(RunMismatchError, match="seed was 0 and is now 1"):
         run(tiny(), run_dir=folder, seed=1, resume=True)
     with RunFolder(folder).lock(), pytest.raises(RunExistsError, match=f"in use by process {os.getpid()}"):
         run(tiny(), run_dir=folder, resume=True)

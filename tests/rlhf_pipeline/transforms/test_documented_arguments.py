@@ -331,7 +331,10 @@ def test_forms_of_the_general_form(normal_actor):
     [
         ({"use_ray_service": True}, "does not accept use_ray_service: the reference runs in the process"),
         ({"coeff": 0.1}, "Did you mean 'coef'"),
-        ({"coef": ConstantKLController(kl_coef=0.1)}, "coef is a ConstantKLController; pass controller="),
+        (
+            {"coef": ConstantKLController(kl_coef=0.1)},
+            "coef is a ConstantKLController; it must be a number. Pass a controller as controller=",
+        ),
     ],
 )
 def test_what_is_not_taken_is_named(policy, normal_actor, options, message):

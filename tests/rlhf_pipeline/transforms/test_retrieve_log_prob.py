@@ -150,7 +150,7 @@ def test_errors(policy):
     """No model, two models, no tokens, a model that cannot score."""
     with pytest.raises(DefinitionError, match="reference model"):
         RetrieveLogProb()
-    with pytest.raises(DefinitionError, match="not both"):
+    with pytest.raises(DefinitionError, match="pass either model= or actor="):
         RetrieveLogProb(policy, actor=policy)
     with pytest.raises(DefinitionError, match="token_budget"):
         RetrieveLogProb(policy, token_budget=0)

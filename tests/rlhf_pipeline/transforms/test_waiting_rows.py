@@ -528,7 +528,7 @@ def test_an_older_store_gains_the_columns(tmp_path, make_rows):
     rb.extend(lazy_stack(make_rows([4])))
     assert rb.waiting() == [0]
     assert len(given) == 0
-    with pytest.raises(DataError, match="wait in memory"):
+    with pytest.raises(DataError, match="were waiting in memory"):
         TrajectoryReplayBuffer(storage=tmp_path / "store", transform=MCAdvantage(2)).load_state_dict(rb.state_dict())
     rb.storage.close()
 

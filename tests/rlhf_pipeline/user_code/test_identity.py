@@ -160,7 +160,7 @@ def parts(part: Any) -> dict[str, str]:
 
 SOURCES = {
     "its source": ("plain", ("grader", ("w * len", "2 * w * len")), ["source has changed"]),
-    "its default in the text": ("plain", ("grader", ("w=1.0", "w=1.5")), ["default w was 1.0, is now 1.5"]),
+    "its default in the text": ("plain", ("grader", ("w=1.0", "w=1.5")), ["default w was 1.0 and is now 1.5"]),
     "a function that it names": ("plain", ("grader", ("value * FLOOR", "value + FLOOR")), ["source of share has"]),
     "a value that this one names": ("plain", ("grader", ("FLOOR = 0.5", "FLOOR = 0.6")), ["source of FLOOR has"]),
     "a value that is changed in place": ("plain", ("grader", ('["a"] = 1', '["a"] = 2')), ["source of TABLE has"]),
@@ -177,12 +177,12 @@ SOURCES = {
     "an attribute of its class": (
         "Grader",
         ("grader", ("weight = 3.0", "weight = 4.0")),
-        ["attribute Grader.weight was 3.0, is now 4.0"],
+        ["attribute Grader.weight was 3.0 and is now 4.0"],
     ),
     "an attribute of its base": (
         "Grader",
         ("grader", ("base = 2.0", "base = 4.0")),
-        ["attribute Base.base was 2.0, is now 4.0"],
+        ["attribute Base.base was 2.0 and is now 4.0"],
     ),
     "a decorated function": (
         "decorated",

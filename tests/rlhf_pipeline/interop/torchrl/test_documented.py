@@ -120,7 +120,7 @@ def test_every_argument_of_the_base_class():
         ({"layout": torch.jagged}, "as_nested_tensor=True, layout=torch.jagged"),
         ({"tokenizer_kwargs": {"padding_side": "right"}}, "tokenizer_kwargs has padding_side='right'"),
         ({"chat_template_name": "llama9"}, "chat_template_name is 'llama9'"),
-        ({"tokenizer": "gpt2"}, "tokenizer is the text 'gpt2', not an object"),
+        ({"tokenizer": "gpt2"}, "tokenizer is the string 'gpt2', not an object"),
         ({"model": "gpt2"}, r"CausalLMPolicy\.from_pretrained\('gpt2', \.\.\.\)"),
         ({"device": "meta"}, "shares its weights"),
         ({"generate_kwargs": {"top_k": 5}}, "top_k"),

@@ -110,7 +110,9 @@ def test_notes_are_conditions(odd: Path, tmp_path: Path):
         assert [row["id"] for row in others["rows"]] == [third]
         assert view.trajectories(where=["label==unknown"])["matched"] == 0
         assert view.facets(["label==bad"])["kinds"][-2] == {"name": "label bad", "where": 'label=="bad"', "num": 2}
-        with pytest.raises(DefinitionError, match="noted must be true or false; the condition has '3'"):
+        with pytest.raises(
+            DefinitionError, match="noted can only be true or false; the condition compares it with '3'"
+        ):
             view.trajectories(where=["noted==3"])
         notes.write(second, {"text": "", "labels": []})
         assert view.trajectories(where=["label==bad"])["matched"] == 1  # as the file is now
