@@ -71,8 +71,8 @@ def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
     unknown_fields = [str(name) for name in row if name not in schema]
     if unknown_fields:
         raise DataError(
-            f"the exported store has no columns {', '.join(unknown_fields)}. Remove these fields, or copy the list "
-            "of columns that the export wrote, FILE.schema.json, to the folder of the file."
+            f"the exported store does not have the columns {', '.join(unknown_fields)}. Remove these fields, or copy "
+            "the list of columns that the export wrote, FILE.schema.json, to the folder that contains this file."
         )
     columns: dict[str, Any] = {}
     for column in schema:
@@ -80,7 +80,9 @@ def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 columns[column.name] = _value(column, row[column.name])
             except (TypeError, ValueError, OverflowError) as error:
-                raise DataError(f"column '{column.name}' is not {column.dtype}: {error}") from error
+                raise DataError(
+                    f"the value of column '{column.name}' cannot be stored as {column.dtype}: {error}"
+                ) from error
         elif not column.optional:
             raise DataError(f"the row lacks the field '{column.name}', which every row of the store has.")
     return columns

@@ -98,7 +98,7 @@ def export_store(
     kind = _KINDS.get(target.suffix.lower())
     if kind is None:
         endings = ", ".join((*(ending for ending in _KINDS if ending), *_ATIF))
-        raise DefinitionError(f"{target}: the suffix is not one of {endings}. The folder of a dataset has no suffix.")
+        raise DefinitionError(f"{target}: the suffix must be one of {endings}. For a dataset folder, omit the suffix.")
     beside = schema_beside(target, kind)
     check_absent(target, *([beside] if kind == "jsonl" else []))
     with chosen(store, filters, skip_damaged=skip_damaged, learnable=learnable) as (opened, ids, left_out):

@@ -144,8 +144,8 @@ class Fields:
         if not (is_certain or self.one_turn or self.for_display):
             raise DefinitionError(
                 "the completions are text, and the file does not record whether they contain text from an "
-                "environment. If each is a single turn, use --one-turn. Otherwise export token ids with a mask of "
-                "the sampled tokens"
+                "environment. If each is a single turn, use --one-turn. Otherwise, export the token ids with a "
+                "mask of the sampled tokens."
             )
         self.about["group"] = "consecutive rows with one prompt" if group is None else group.how
         meta_fields = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))
@@ -193,7 +193,8 @@ def cut(whole: Mapping[str, DerivedField], *, length: int | None = None) -> dict
     if len({*sizes.values()}) > 1 or not 0 <= length <= sizes["tokens"]:
         counted = ", ".join(f"{size} {name}" for name, size in sizes.items())
         raise DataError(
-            f"the number of values per token differs from the number of tokens: {counted}, length {length}."
+            "there must be one value per token, and the length must be between 0 and the number of tokens; got "
+            f"{counted} and length {length}."
         )
     mask = as_mask(whole["completion_mask"].value, "completion_mask")[:length]
     start = mask.index(True) if any(mask) else length

@@ -61,8 +61,9 @@ class FileGroups:
         number, before = self._numbers.setdefault(_digest(key), (len(self._numbers), prompt_key))
         if self._checked and record.group is not None and record.one_prompt and before != prompt_key:
             raise DataError(
-                "the group of this trajectory has a different prompt or version, so its members cannot be compared. If "
-                "the field that identifies groups is correct, confirm it: --group FIELD"
+                "the group of this trajectory has members with other prompts or versions, so its members "
+                "cannot be compared. "
+                "If the field that identifies groups is correct, confirm it: --group FIELD"
             )
         self._in_other_files |= record.across_files and record.identity is not None
         if self._checked and not self._by_prompt and record.by_prompt and not record.evaluation:
@@ -83,8 +84,8 @@ class FileGroups:
         )
         raise DefinitionError(
             f"the stored advantages contradict {len(wrong):,} of {len(self._scores):,} groups by prompt: within a "
-            f"group they must be centred, and equal for equal rewards. {advice} If the tool's advantages are not "
-            "relative to a group, confirm the groups: --group-by prompt"
+            f"group, advantages must be centred, and equal for equal rewards. {advice} If the tool's advantages are "
+            "not relative to a group, confirm the groups: --group-by prompt"
         )
 
     def check(self) -> None:

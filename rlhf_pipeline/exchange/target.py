@@ -56,7 +56,8 @@ def check_columns(store: TrajectoryStore, schema: Schema) -> None:
         if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):
             raise DefinitionError(
                 f"column '{column.name}' is {column.dtype} in the export and {stored.dtype} in {store.path}, or "
-                "their shapes differ. Import it into a separate folder."
+                "their shapes differ. Import the export into a "
+                "separate folder."
             )
 
 
@@ -96,7 +97,8 @@ class ExistingRows:
                     raise DataError(
                         f"{wheres[i]}: this trajectory is already in {self.store.path}, with a different {name}. "
                         "The file has changed since an earlier import, is read with other options, or has another "
-                        "origin. Import it into another store; to keep both, import a copy with another name."
+                        "origin. Import it into another store; to keep both in this store, import a copy of the file "
+                        "under another name."
                     )
         return is_stored
 

@@ -34,7 +34,7 @@ class TorchDump:
                 f"{str(error).splitlines()[0]}). Objects of custom classes are not loaded."
             ) from error
         if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
-            raise DataError(f"{self.path} has no list 'samples', which slime's debug rollout data has.")
+            raise DataError(f"{self.path} has no list 'samples', so it is not slime's debug rollout data.")
         for number, sample in enumerate(dump["samples"]):
             yield number, {name: _plain(value) for name, value in sample.items()}
 

@@ -410,8 +410,9 @@ def _of_function(estimator: EstimatorFunction, returns: Returns) -> torch.Tensor
         **{field: getattr(components, field) for field in _asks_for(estimator)},
     )
     if not isinstance(advantages, torch.Tensor) or advantages.shape != r.shape:
-        shape = list(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
-        raise DefinitionError(f"estimator {name} returned {shape}; it must return a tensor [{r.numel()}].")
+        is_tensor = isinstance(advantages, torch.Tensor)
+        shape = f"a tensor of shape {list(advantages.shape)}" if is_tensor else type(advantages).__name__
+        raise DefinitionError(f"estimator {name} returned {shape}; it must return a tensor of shape [{r.numel()}].")
     if not bool(torch.isfinite(advantages).all()):
         raise DefinitionError(f"estimator {name} returned an advantage that is not finite.")
     return advantages.detach().double()
@@ -430,7 +431,7 @@ def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths:
     if lengths is None or lengths.shape != r.shape:
         shape = "None" if lengths is None else str(list(lengths.shape))
         raise DefinitionError(
-            f"estimator 'opo' weights returns by completion length: pass lengths [{r.numel()}]; got {shape}."
+            f"estimator 'opo' weights returns by completion length: pass lengths of shape [{r.numel()}]; got {shape}."
         )
     weight_N = lengths.double()
     total_G = indexed_sum(weight_N, index, groups)
@@ -452,8 +453,8 @@ def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, length
     """
     if int(lengths.sum()) != rewards.numel() or lengths.shape != group_ids.shape:
         raise DefinitionError(
-            f"lengths has shape {list(lengths.shape)} and adds up to {int(lengths.sum())}, but group_ids has shape "
-            f"{list(group_ids.shape)} and there are {rewards.numel()} rewards."
+            f"lengths must have the shape of group_ids, {list(group_ids.shape)}, and its sum must be the number of "
+            f"rewards, {rewards.numel()}; it has shape {list(lengths.shape)} and sum {int(lengths.sum())}."
         )
     return group_advantage(rewards, torch.repeat_interleave(group_ids, lengths), "grpo")
 
@@ -504,8 +505,8 @@ def turn_advantage(
     """
     if int(turns.sum()) != rewards.numel() or turns.shape != group_ids.shape:
         raise DefinitionError(
-            f"turns has shape {list(turns.shape)} and adds up to {int(turns.sum())}, but group_ids has shape "
-            f"{list(group_ids.shape)} and there are {rewards.numel()} rewards."
+            f"turns must have the shape of group_ids, {list(group_ids.shape)}, and its sum must be the number of "
+            f"rewards, {rewards.numel()}; it has shape {list(turns.shape)} and sum {int(turns.sum())}."
         )
     if not 0.0 <= discount <= 1.0:
         raise DefinitionError(f"discount is {discount}; it must be between 0 and 1.")

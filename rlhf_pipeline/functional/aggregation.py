@@ -122,7 +122,7 @@ def _group_tokens(lengths: torch.Tensor, groups: torch.Tensor | None) -> tuple[t
     if groups is None or groups.shape != lengths.shape:
         shape = "none" if groups is None else f"{list(groups.shape)}"
         raise DefinitionError(
-            f"aggregation 'group_mean' needs the group of each of the {len(lengths)} trajectories: pass groups; got "
+            f"aggregation 'group_mean' needs the group of each trajectory: pass groups of shape [{len(lengths)}]; got "
             f"{shape}."
         )
     alone_N = -1 - torch.arange(len(lengths), device=groups.device)

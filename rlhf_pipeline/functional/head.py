@@ -141,8 +141,8 @@ def check_head_shapes(hidden: torch.Tensor, head: Head, targets: torch.Tensor, c
         )
     if targets.shape != hidden.shape[:1] or targets.dtype not in (torch.int64, torch.int32):
         raise DefinitionError(
-            f"targets must be int64 [{hidden.shape[0]}], one token id per row of hidden; got "
-            f"{targets.dtype} {list(targets.shape)}."
+            f"targets must be int64 of shape [{hidden.shape[0]}], one token id per row of hidden; got {targets.dtype} "
+            f"of shape {list(targets.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise DefinitionError(

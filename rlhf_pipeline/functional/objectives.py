@@ -189,9 +189,11 @@ def _terms_of(function: ObjectiveFunction, tokens: PolicyTokens) -> LossTerms:
     returned: object = function(tokens)
     loss = returned.loss if isinstance(returned, pl.TokenLoss) else returned
     if not isinstance(loss, torch.Tensor) or loss.shape != tokens.log_probs.shape:
-        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         expected = list(tokens.log_probs.shape)
-        raise DefinitionError(f"loss.objective {function_name(function)} returned {shape}; it must return {expected}.")
+        raise DefinitionError(
+            f"loss.objective {function_name(function)} returned {shape}; it must return a tensor of shape {expected}."
+        )
     if isinstance(returned, pl.TokenLoss):
         return returned, tokens.log_ratio
     never = torch.zeros_like(loss, dtype=torch.bool)

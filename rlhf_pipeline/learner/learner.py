@@ -751,7 +751,7 @@ class Learner:
         raise DataError(
             f"step {step} learned from {len(rows)} trajectories that are all in {store.path}, {what}: the store or "
             "the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline verify`, and "
-            "restore the run from a copy, or start a new run from its checkpoint: run --from RUN."
+            "restore the run from a copy, or start a new run from its checkpoint: rlhf-pipeline run --from RUN."
         )
 
 

@@ -31,7 +31,7 @@ def add_adapters(policy: TokenPolicy, *, rank: int, alpha: float, targets: str, 
     except ImportError as error:
         raise DefinitionError(
             f"policy.lora_rank={rank} needs peft, which cannot be imported ({error}). Install it: pip install peft. "
-            "Or set policy.lora_rank=0 to train every weight."
+            "Or set policy.lora_rank=0 to train all weights."
         ) from error
     chosen: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     scale: Any = alpha  # peft annotates it as int, but uses it as any number

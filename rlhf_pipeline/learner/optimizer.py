@@ -50,7 +50,7 @@ class PolicyOptimizer:
     def __init__(self, model: nn.Module, config: Learn) -> None:
         self.trainable_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable_parameters:
-            raise DefinitionError("the model has no trainable parameter: every requires_grad is False.")
+            raise DefinitionError("the model has no trainable parameters: requires_grad is False for all parameters.")
         self._on_host = config.offload_optimizer
         self.masters: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}

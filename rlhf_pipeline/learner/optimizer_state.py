@@ -88,8 +88,8 @@ def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
             for key, part in plain_tensors(f"{name}/{moment}", value).items():
                 if key not in tensors or tensors[key].shape != part.shape:
                     raise DataError(
-                        f"the checkpoint's optimizer has no {key} of shape {list(part.shape)}: it was saved with "
-                        "another learn.optimizer. Continue with the recorded optimizer."
+                        f"the optimizer state of the checkpoint has no {key} of shape {list(part.shape)}: it was saved "
+                        "with another learn.optimizer. Continue with the recorded optimizer."
                     )
                 if isinstance(value, Tensor):
                     copy_into(part, tensors[key])
@@ -98,6 +98,6 @@ def _fill_state(optimizer: PolicyOptimizer, tensors: dict[str, Tensor]) -> None:
                 missing.discard(key)
     if missing:
         raise DataError(
-            f"the checkpoint's optimizer has {sorted(missing)[0]}, which this optimizer lacks: it was saved with "
-            "another learn.optimizer. Continue with the recorded optimizer."
+            f"the optimizer state of the checkpoint has {sorted(missing)[0]}, which this optimizer lacks: it was saved "
+            "with another learn.optimizer. Continue with the recorded optimizer."
         )

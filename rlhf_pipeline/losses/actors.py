@@ -215,8 +215,9 @@ def _fitting(values: torch.Tensor, batch: LossBatch, what: str) -> torch.Tensor:
         values = values.squeeze(-1)
     if values.shape != batch.tokens.shape:
         raise DataError(
-            f"the actor's {what} have shape {list(values.shape)} but the tokens have {list(batch.tokens.shape)}. "
-            "TorchRL's wrappers pad on the left: pass padding_side='left', or use pad_output=True."
+            f"the actor's {what} have shape {list(values.shape)}, but the tokens have shape "
+            f"{list(batch.tokens.shape)}. TorchRL's wrappers pad on the left: pass padding_side='left', or use "
+            "pad_output=True."
         )
     return values
 

@@ -140,7 +140,7 @@ class GRPOLossOutput(_TorchRLOutput):
             DataError: there is no output.
         """
         if not outputs:
-            raise DataError("there is no output to merge: the step has no micro-batch.")
+            raise DataError("there is no output to merge: the step has no micro-batches.")
         merged: dict[str, Any] = {}
         for name in (*_TERMS, *_SUMS):
             values = [value.detach() for out in outputs if (value := getattr(out, name)) is not None]
@@ -458,7 +458,7 @@ class GRPOLoss(LossModule):
             )
         if settings.kl_to_ref_coeff and batch.ref is None:
             raise MissingKeyError(
-                f"kl_to_ref_coeff is {settings.kl_to_ref_coeff} but the batch has no "
+                f"kl_to_ref_coeff is {settings.kl_to_ref_coeff}, but the batch has no "
                 f"{self.tensor_keys.ref_log_probs!r}. Add RetrieveLogProb to the write path, or omit the "
                 "coefficient."
             )

@@ -92,7 +92,7 @@ class _Reader:
         if value.is_nested:
             if self.side != "right":
                 raise DefinitionError(
-                    f"{key!r} is a nested tensor, which pads on the right; pass padding_side='right'."
+                    f"{key!r} is a nested tensor, which is padded on the right; pass padding_side='right'."
                 )
             value = torch.nested.to_padded_tensor(value, pad)
         return value if self.device is None else value.to(self.device)
@@ -118,8 +118,9 @@ class _Reader:
             value = value.expand(like.shape)
         if value.shape != like.shape:
             raise DataError(
-                f"{key!r} has shape {list(value.shape)} but the tokens have {list(like.shape)}: one value per "
-                "token or one per trajectory. Was it padded to another length, or computed for the response only?"
+                f"{key!r} has shape {list(value.shape)}, but the tokens have shape {list(like.shape)}: one value per "
+                "token or one per trajectory is required. Was it padded to another length, or computed for the "
+                "response only?"
             )
         return value
 
@@ -153,8 +154,8 @@ def read_batch(
         tokens = tokens.squeeze(-1)
     if tokens.ndim != 2:
         raise DataError(
-            f"{names.action!r} must have shape [B, T]; got {list(tokens.shape)}. Flatten further batch dimensions with "
-            "td.reshape(-1)."
+            f"{names.action!r} must have shape [B, T]; got {list(tokens.shape)}. Flatten additional batch dimensions "
+            "with td.reshape(-1)."
         )
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise DataError(f"{names.action!r} has dtype {tokens.dtype}; token ids must be integers.")

@@ -133,7 +133,7 @@ def call_format_of(
     if flaws >= _REFUSED:
         raise DefinitionError(
             f"{name_of(codec)} cannot show a tool call and its result ({probe.refusal}); use the template of a model "
-            "that calls tools."
+            "that can call tools."
         )
     if flaws >= _ESCAPED:
         raise DefinitionError(

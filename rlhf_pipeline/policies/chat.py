@@ -165,7 +165,7 @@ def reply_text(
         for text in texts:
             if text.count(_MARK) != 1:
                 raise DataError(
-                    f"The chat template renders an assistant's turn {text.count(_MARK)} times before a reply; it must "
+                    f"The chat template renders an assistant turn {text.count(_MARK)} times before a reply; it must "
                     "render it once. Use a template that keeps the assistant's content unchanged."
                 )
         tail, parts = texts[0].split(_MARK)[1], texts[1].split(_MARK)
@@ -251,7 +251,7 @@ def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
             [f"{i + (i >= first)} ({marked[i]['role']})" for i in part] for part in (shown_order, expected_order)
         )
         raise DefinitionError(
-            f"After an assistant's turn, the chat template writes the messages {', '.join(written) or 'none'} instead "
+            f"After an assistant turn, the chat template writes the messages {', '.join(written) or 'none'} instead "
             f"of {', '.join(expected)}, so the policy would read a different conversation. Use a template that "
             "writes every message once, in order."
         )

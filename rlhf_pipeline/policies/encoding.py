@@ -49,12 +49,15 @@ def tokenizer_with_template(tokenizer: Any, options: Mapping[str, Any] | None) -
     for key, value in settings.items():
         if _AS_DONE.get(key) != value:
             raise DefinitionError(
-                f"tokenizer_kwargs has {key}={value!r}; conversations are always encoded completely, ragged and "
-                f"with the mask of the assistant's tokens. It may contain {' or '.join(_TEMPLATE_OPTIONS)}."
+                f"tokenizer_kwargs has {key}={value!r}, which is not supported: conversations are always encoded "
+                "completely, as ragged rows with a mask of the assistant's tokens. Only "
+                f"{' and '.join(_TEMPLATE_OPTIONS)} can be set."
             )
     if template is None and name is not None:
         if name not in _CHAT_TEMPLATES:
-            raise DefinitionError(f"chat_template_name is {name!r}; TorchRL has {', '.join(sorted(_CHAT_TEMPLATES))}.")
+            raise DefinitionError(
+                f"chat_template_name is {name!r}; the templates of TorchRL are {', '.join(sorted(_CHAT_TEMPLATES))}."
+            )
         template = _CHAT_TEMPLATES[name]
     if template is None or tokenizer is None:
         return tokenizer
@@ -99,7 +102,8 @@ def with_tokens(
         if text is None or not tensordict.batch_size:
             raise MissingKeyError(
                 f"The batch has no token ids under ('tokens', 'full'), no conversation under {history_key!r} and no "
-                f"text under {text_key!r}. Write the token ids of prompt and completion."
+                f"text under {text_key!r}. Write the token ids of the prompt and the "
+                "completion."
             )
         encoded = [(encode_prompt(tokenizer, item, as_chat=False, whole=True), None) for item in text_list(text)]
     ids = [torch.tensor(row, dtype=torch.int64) for row, _ in encoded]

@@ -229,7 +229,7 @@ def test_what_is_missing_is_named(tiny):
         with pytest.raises(DataError, match=message):
             transform.inv(lazy_stack([step(tiny, **change)]))
     for key, message in (
-        (("next", "reward"), "No turn has a"),
+        (("next", "reward"), "No turn has the key"),
         ("group_id", "has a group identity"),
         (("tokens", "prompt"), "no ('tokens', 'prompt')"),
     ):

@@ -396,7 +396,10 @@ def _paths(trace: Row) -> Iterator[tuple[int, list[int]]]:
         path, place = [], leaf
         while place is not None:
             if not 0 <= place < len(nodes) or len(path) > len(nodes):
-                raise DataError(f"the nodes are not a tree: {json.dumps([n.get('parent') for n in nodes])[:80]}")
+                raise DataError(
+                    "the nodes do not form a tree: their parents are "
+                    f"{json.dumps([n.get('parent') for n in nodes])[:80]}"
+                )
             path.append(place)
             place = nodes[place].get("parent")
         yield branch, path[::-1]
@@ -607,7 +610,7 @@ def nemo_rl_validation(row: Fields) -> RawRollouts:
     }
     talk, step = values["content"], row.number_in(r"val_data_step(\d+)")
     if not is_messages(talk):
-        raise DataError(f"field 'content' must be chat messages, got {excerpt(talk)}.")
+        raise DataError(f"field 'content' must be a list of chat messages, got {excerpt(talk)}.")
     first = next((place for place, message in enumerate(talk) if message["role"] == "assistant"), len(talk))
     yield row.of(values).record(
         prompt=DerivedField("content", talk[:first]),
@@ -625,7 +628,9 @@ def _only_item(name: str, value: Any) -> Any:
     if name == "idx" or not isinstance(value, list):
         return value
     if len(value) != 1 and name in _NEMO.split():
-        raise DataError(f"field '{name}' must be a list of one item, as NeMo-RL writes it, got {len(value)} items.")
+        raise DataError(
+            f"field '{name}' must be a list with one item, as NeMo-RL writes it; it has {len(value)} items."
+        )
     return value[0] if len(value) == 1 else None
 
 
@@ -888,7 +893,10 @@ def _conversation(row: Fields, talk: Any, names: Mapping[str, str]) -> RawRollou
     An assistant's message among those before may be the policy's own: the file does not record it.
     """
     if not is_messages(talk) or talk[-1].get("role") != "assistant" or len(talk) < 2:
-        raise DataError(f"field '{MESSAGES}' must be chat messages that end with the assistant's, got {excerpt(talk)}.")
+        raise DataError(
+            f"field '{MESSAGES}' must be a list of chat messages that ends with one from the assistant, got "
+            f"{excerpt(talk)}."
+        )
     first = next(place for place, message in enumerate(talk) if message.get("role") == "assistant")
     start = first if row.for_display else len(talk) - 1
     return row.record(
@@ -950,6 +958,7 @@ def find_tool(name: str, row: Row, *, is_export: bool = False) -> Tool | None:
     candidates = [tool for tool in TOOLS if tool.name == name]
     lacking = min((tool.signature - row.keys() for tool in candidates), key=len)
     raise DefinitionError(
-        f"this is not {' or '.join(tool.summary for tool in candidates)}: it lacks the fields "
-        f"{', '.join(sorted(lacking))}; its format appears to be --format {recognised.name}."
+        f"the file is not in the format of {' or '.join(tool.summary for tool in candidates)}: its rows lack the "
+        f"fields {', '.join(sorted(lacking))}. Its format appears to be {recognised.name}: use --format "
+        f"{recognised.name}."
     )

@@ -55,7 +55,8 @@ def rllm(row: Fields) -> RawRollouts:
             talk = step.get("chat_completions")
             if not is_messages(talk) or len(talk) < 2 or talk[-1].get("role") != "assistant":
                 raise DataError(
-                    f"field 'chat_completions' must be messages that end with the assistant's, got {excerpt(talk)}."
+                    "field 'chat_completions' must be a list of messages that ends with one from the assistant, got "
+                    f"{excerpt(talk)}."
                 )
             yield row.of({**values, **trajectory}).record(
                 prompt=DerivedField("chat_completions", talk[:-1]),

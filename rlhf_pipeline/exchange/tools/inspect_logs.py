@@ -39,7 +39,7 @@ def _sample(row: Fields, log: Fields) -> RawRollouts:
         yield None  # it failed before anything was sampled
         return
     if not is_messages(talk):
-        raise DataError(f"field 'messages' must be chat messages, got {excerpt(talk)}.")
+        raise DataError(f"field 'messages' must be a list of chat messages, got {excerpt(talk)}.")
     choices = part_of(sample, "output").get("choices") or [{}]
     end = CUT if limit in ("token", "context") else choices[0].get("stop_reason")
     task = part_of(sample, "eval").get("task")

@@ -62,8 +62,8 @@ class RolloutModel:
         limit = getattr(config, "max_new_tokens", None)
         if limit not in (None, max_new_tokens):
             raise DefinitionError(
-                f"the generation config has max_new_tokens={limit}, but the rollout has {max_new_tokens}, its number "
-                f"of steps. Create a RolloutFromModel(..., max_new_tokens={limit})."
+                f"the generation config has max_new_tokens={limit}, but the rollout has {max_new_tokens} steps. "
+                f"Create a RolloutFromModel(..., max_new_tokens={limit})."
             )
         ends = getattr(config, "eos_token_id", None)
         if ends is not None and as_id_tuple(ends) != tuple(self.eos_token_ids):
@@ -147,9 +147,9 @@ class RolloutModel:
         if new.shape[1] < max_new_tokens and not ended.all():
             row = int((~ended).nonzero()[0])
             raise DataError(
-                f"generate() returned {new.shape[1]} of {max_new_tokens} tokens for row {row}, without an end token of "
-                f"{tuple(self.eos_token_ids)}. Set model.generation_config.eos_token_id to the token that ends a "
-                "completion."
+                f"generate() returned {new.shape[1]} of {max_new_tokens} tokens for row {row}, and none of them is an "
+                f"end token {tuple(self.eos_token_ids)}. Set model.generation_config.eos_token_id to the token that "
+                "ends a completion."
             )
         tokens.masked_fill_(columns >= lengths.unsqueeze(1), self.pad_token_id)
         return tokens, lengths, None

@@ -63,7 +63,7 @@ def prompt_rows(batch: Any) -> PromptRows:
         row = int(wrong.nonzero()[0])
         raise DataError(
             f"row {row} has {int(prompt_mask[row].sum())} prompt tokens before prompt_rindex {int(rindex[row])} in "
-            f"{input_ids.shape[1]} columns; a prompt needs at least one token, and prompt_rindex is the column "
+            f"{input_ids.shape[1]} columns; a prompt needs at least one token, and prompt_rindex must be the column "
             "after its last token."
         )
     return PromptRows(input_ids.long(), attention_mask, prompt_mask, rindex)

@@ -137,7 +137,9 @@ class ChatTrajectories(Transform):
         first, last = turns[0], turns[-1]
         rewards = [turn.get(("next", "reward"), None) for turn in turns]
         if all(reward is None for reward in rewards):
-            raise DataError("No turn has a ('next', 'reward'). Append a transform that computes it to the environment.")
+            raise DataError(
+                "No turn has the key ('next', 'reward'). Append a transform to the environment to compute it."
+            )
         total = sum(float(torch.as_tensor(r).double().sum()) for r in rewards if r is not None)
         row[keys.TASK_REWARD] = torch.tensor(total, dtype=torch.float32)
         row[keys.DONE] = torch.tensor(True)
@@ -145,8 +147,8 @@ class ChatTrajectories(Transform):
         identity = next((v for name in names if (v := _plain(first, name)) is not None), None)
         if identity is None:
             raise DataError(
-                f"No turn has a group identity: checked {list(names)}. Set a group_id in the data loader, the same "
-                "for all repeats of a prompt."
+                f"No turn has a group identity under {' or '.join(map(repr, names))}. Set a group_id in the data "
+                "loader, the same for all repeats of a prompt."
             )
         if isinstance(identity, str):
             row["query"] = NonTensorData(identity)
@@ -177,8 +179,8 @@ class ChatTrajectories(Transform):
         first = [value for _, values in rows for value in values]
         if first and not any(first):
             raise DataError(
-                f"The first sampled token of every one of {len(first)} turns has log-prob 0: TorchRL's "
-                "TransformersWrapper sets it to 0. Sample with as_policy(wrapper) of rlhf_pipeline.interop.torchrl, "
+                f"The first sampled token of each of the {len(first)} turns has log-prob 0: TorchRL's "
+                "TransformersWrapper sets it to 0. Sample with as_policy(wrapper) from rlhf_pipeline.interop.torchrl, "
                 "or pass keep_log_probs=False and score them with RetrieveLogProb's behaviour_model."
             )
 

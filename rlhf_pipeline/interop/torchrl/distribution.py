@@ -39,7 +39,9 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None) -> None:
         for name, value in (("mask", mask), ("tokens", tokens)):
             if value is not None and value.shape != log_probs.shape:
-                raise DataError(f"{name} has shape {list(value.shape)}; log_probs has shape {list(log_probs.shape)}.")
+                raise DataError(
+                    f"{name} has shape {list(value.shape)}, but log_probs has shape {list(log_probs.shape)}."
+                )
         super().__init__(log_probs, mask)
         self.tokens = tokens
 
@@ -53,7 +55,9 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
             DataError: the shape or the tokens differ from those of the log-probs.
         """
         if value.shape != self.log_probs.shape:
-            raise DataError(f"value has shape {list(value.shape)}; log_probs has shape {list(self.log_probs.shape)}.")
+            raise DataError(
+                f"value has shape {list(value.shape)}, but log_probs has shape {list(self.log_probs.shape)}."
+            )
         if self.tokens is not None:
             wrong = self.tokens != value
             if self.mask is not None:
@@ -61,8 +65,9 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
             if bool(wrong.any()):
                 row, column = (int(i) for i in wrong.nonzero()[0])
                 raise DataError(
-                    f"{int(wrong.sum())} of the tokens differ from the tokens of the log-probs (column {column} of "
-                    f"row {row}: {int(value[row, column])}, not {int(self.tokens[row, column])}). Score them first."
+                    f"{int(wrong.sum())} of the tokens differ from the tokens that were scored (in row {row}, "
+                    f"column {column}: {int(value[row, column])}, not {int(self.tokens[row, column])}). Score these "
+                    "tokens first."
                 )
         return super().log_prob(value)
 
@@ -123,14 +128,14 @@ class TokenDistribution(LLMMaskedCategorical):
         """
         if value.shape != self._mask.shape:
             raise DataError(
-                f"value has shape {list(value.shape)}; the distribution has {list(self._mask.shape)}. Pad both on the "
-                "same side."
+                f"value has shape {list(value.shape)}, but the distribution has shape {list(self._mask.shape)}. Pad "
+                "both on the same side."
             )
         targets = value[self._mask.to(value.device)].to(self.hidden.device)
         ignored = targets == self.ignore_index
         vocab = self.head.weight.shape[0]
         if bool(((targets < 0) & ~ignored | (targets >= vocab)).any()):
-            raise DataError(f"A token id is outside the vocabulary 0 .. {vocab - 1}.")
+            raise DataError(f"A token id is outside the vocabulary (0 to {vocab - 1}).")
         scores = self._scores(targets.masked_fill(ignored, 0))[0]
         return self._spread(scores.float().masked_fill(ignored, 0.0))
 

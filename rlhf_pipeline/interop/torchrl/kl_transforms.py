@@ -118,12 +118,12 @@ class KLRewardTransform(KLReward):
         if requires_grad:
             raise DefinitionError(
                 "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
-                "reference of a language model is scored without gradient, because the penalty is part of the "
-                "reward. Omit it, or add a KL term to the loss with GRPOLoss(kl_to_ref_coeff=...)."
+                "reference of a language model is scored without gradients, because the penalty is part of the "
+                "reward. Omit requires_grad, or add a KL term to the loss with GRPOLoss(kl_to_ref_coeff=...)."
             )
         models = [m for m in (ref_model, actor) if m is not None]
         if len(models) + (ref_model_factory is not None) > 1:
-            raise DefinitionError("pass one of ref_model, actor and ref_model_factory, not several.")
+            raise DefinitionError("pass only one of ref_model, actor and ref_model_factory.")
         reward_keys = _as_keys(in_keys, [REWARD])
         names = _as_keys(out_keys, reward_keys)
         if len(reward_keys) != 1 or len(names) not in (1, 2, 3):

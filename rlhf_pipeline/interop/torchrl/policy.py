@@ -171,7 +171,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
             options["input_key"] = self.input_key
         if kwargs.get("device") not in (None, self.device):
             raise DefinitionError(
-                f"A new version shares its weights with this one, which are on {self.device}. Move the policy, or "
+                f"A new version shares the weights of this policy, which are on {self.device}. Move the policy, or "
                 "create a CausalLMPolicy with a copy of the model."
             )
         accepted = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")

@@ -313,7 +313,8 @@ class EnginePolicy:
             engine = getattr(engine, name, None)
         if temperature not in (0.0, 1.0) and engine != "processed_logprobs":
             raise DefinitionError(
-                f"{self._name()} samples at temperature {temperature} but reports log-probs at 1. Sample at 1, or "
+                f"{self._name()} samples at temperature {temperature}, but reports log-probs at temperature 1. Sample "
+                "at 1, or "
                 'create the engine with logprobs_mode="processed_logprobs".'
             )
 

@@ -232,7 +232,7 @@ class HTTPEngine:
                 self.version = None
                 if not folder.is_dir():
                     # A newer version may have replaced it. The server stays paused until it has whole weights.
-                    raise DataError(f"the weights {folder} no longer exist.")
+                    raise DataError(f"the weights in {folder} no longer exist.")
                 raise EngineError(
                     f"the server at {self.name} could not load the weights in {folder} ({status}: {_short(reply)}). "
                     "It must be able to read that folder under the same path. It is paused until it receives "
@@ -485,8 +485,8 @@ class _ServerCall:
         engine = self._engine
         if status != 200:
             raise EngineError(
-                f"the server at {engine.name} rejects prompt {job.prompt} ({status}): {_short(reply)}. Was it "
-                f"started with this command? {START}"
+                f"the server at {engine.name} rejects prompt {job.prompt} ({status}): {_short(reply)}. Check that it "
+                f"was started with: {START}"
             )
         try:
             choices = sorted(reply["choices"], key=lambda choice: choice["index"])
@@ -495,7 +495,7 @@ class _ServerCall:
             return [self._completion(choice, job.sampling["max_tokens"]) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
-                f"the server at {engine.name} returns a response that is not in vLLM's format "
+                f"the server at {engine.name} returned a response that is not in vLLM's format "
                 f"({type(error).__name__}: {error}): {_short(reply)}"
             ) from error
 

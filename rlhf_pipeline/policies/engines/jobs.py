@@ -46,7 +46,7 @@ def jobs_of(request: Request, limits: Int64Array, *, most: int | None) -> list[J
     """
     if request.truncation is not None:
         raise UnsupportedError(
-            "vLLM reports log-probs renormalised over the support of top-k, top-p and min-p, and not the "
+            "vLLM reports log-probs renormalised over the support of top-k, top-p and min-p, but not the "
             "probability mass of the support, so exact learning is impossible. Use collect.engine=slots, or leave "
             "top_k, top_p and min_p at their defaults."
         )
@@ -100,7 +100,10 @@ def collected(request: Request, rows: Sequence[Row], *, versioned: bool) -> Ragg
     """Return the completions of a request."""
     unknown = {row.reason for row in rows} - {"stop", "length", "abort"}
     if unknown:
-        raise EngineError(f"vLLM ended completions with {sorted(map(str, unknown))}; they were discarded.")
+        raise EngineError(
+            f"vLLM ended completions with the finish reasons {sorted(map(str, unknown))}; "
+            "these completions were discarded."
+        )
     lengths = np.array([len(row.tokens) for row in rows], np.int64)
     versions = np.array([version for row in rows for version in row.versions], np.int64)
     # None becomes NaN.

@@ -101,15 +101,15 @@ class Request:
         if not lengths.all():
             raise DataError(
                 f"Prompt {int(lengths.argmin())} has no tokens, but a model needs at least one. Begin the prompt with "
-                "a BOS token, or remove it."
+                "a BOS token, or remove the prompt."
             )
         ids = np.fromiter(chain.from_iterable(self.prompts), np.int64, int(lengths.sum()))
         outside = np.flatnonzero((ids < 0) | (False if vocab is None else ids >= vocab))
         if len(outside):
             owner = int(lengths.cumsum().searchsorted(outside[0], "right"))
             raise DataError(
-                f"Prompt {owner} has the token id {ids[outside[0]]}; the model's vocabulary is 0 .. "
-                f"{'' if vocab is None else vocab - 1}. Encode it with the tokenizer of this model."
+                f"Prompt {owner} contains the token id {ids[outside[0]]}, which is outside the model's vocabulary (0 "
+                f"to {'...' if vocab is None else vocab - 1}). Encode it with the tokenizer of this model."
             )
         if positions is not None and self.count:
             longest = int(lengths.argmax())

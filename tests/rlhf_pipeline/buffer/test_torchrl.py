@@ -410,7 +410,7 @@ def test_a_writer_of_torchrl_keeps_its_meaning(make, make_rows, tmp_path):
     assert turning.extend(lazy_stack(make_rows([4, 5], first_group=9))).tolist() == [8, 9]
     with pytest.raises(DefinitionError, match="need no names"):
         make(storage=filled.storage, rows=0, writer="collector-0")
-    with pytest.raises(DefinitionError, match="keeps the newest"):
+    with pytest.raises(DefinitionError, match="a trajectory store never overwrites rows"):
         make(storage=filled.storage, rows=0, writer=TensorDictMaxValueWriter(rank_key="task_reward"))
 
 

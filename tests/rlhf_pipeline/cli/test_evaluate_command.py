@@ -176,7 +176,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(cli: Cli, here: Path):
         (["runs/mine", "--definition", "mine.py:without"], "so prompts are required: --prompts FILE"),
         (["runs/mine", "--set", "policy.num_layers=2"], "was started with another model: policy.num_layers was 1"),
         (["nothing"], "there is no run or model folder at nothing"),
-        (["runs/mine", "--out", "x"], "the rows of a run are stored in the run folder"),
+        (["runs/mine", "--out", "x"], "the evaluation rows of a run are stored in the run folder"),
     ):
         shown = cli("evaluate", *args)
         assert (shown.code, sentence in shown.err) == (2, True), shown.err

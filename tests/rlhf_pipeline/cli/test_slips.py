@@ -29,7 +29,7 @@ SLIPS = (
     ("export runs/demo --to x.jsonl --filter rewrad>1", "Did you mean 'reward'?"),
     ("export runs/demo --to rollouts.jsonl", "already exists"),
     ("import rollouts.jsonl --into s --format verll", "Did you mean 'verl'?"),
-    ("import rollouts.jsonl --into s --format trl", "its format appears to be --format rows"),
+    ("import rollouts.jsonl --into s --format trl", "Its format appears to be rows: use --format rows"),
     ("import rollouts.jsonl --into s --field reward", "For example: --field prompt=question"),
     ("import none.jsonl --into s", "there is no file or folder at"),
     ("import rollouts.jsonl --into s --tokenzier x", "Did you mean '--tokenizer'?"),

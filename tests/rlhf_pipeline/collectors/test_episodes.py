@@ -367,7 +367,7 @@ def test_a_group_closes_early_by_its_episodes(tmp_path):
     returns = rows["task_reward"][[episode[-1] for episode in first]].astype(np.float64)
     wanted = np.repeat((returns - returns.mean()) / returns.std(ddof=1), [len(episode) for episode in first])
     np.testing.assert_allclose(buffer.store.read_scalars("advantage"), wanted, rtol=0, atol=1e-5)
-    with pytest.raises(DataError, match="are not complete episodes"):
+    with pytest.raises(DataError, match="do not form complete episodes"):
         extend(np.flatnonzero(rows["episode_id"] == 4)[:-1])
     buffer.trajectories.close()
 

@@ -64,7 +64,7 @@ def test_a_group_of_two_prompts_is_refused(tmp_path: Path, jsonl: Write):
     prompts = [[5, 6]] * 3 + [[5, 9]] * 4
     rows = [row | {"sample_idx": i, "prompt_idx": i // 4, "prompt_tokens": p} for i, p in enumerate(prompts)]
     for name, given in (("run_rollouts_000000", rows), ("plain", [plain(1, 1.0, group=1), plain(2, 0.0, group=1)])):
-        with pytest.raises(DataError, match=r"jsonl:\d: the group of this trajectory has a different prompt"):
+        with pytest.raises(DataError, match=r"jsonl:\d: the group of this trajectory has members with other prompts"):
             import_files([jsonl(given, f"{name}.jsonl")], tmp_path / name)
 
 

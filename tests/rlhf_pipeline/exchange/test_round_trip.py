@@ -218,7 +218,9 @@ def test_columns_that_nobody_knows(tmp_path: Path):
         store.append({"input_ids": [[1]], "trajectory_id": [0], "note": ["kept"]})
     export_store(tmp_path / "a", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl.schema.json").rename(tmp_path / "elsewhere.json")
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the exported store has no columns note\. .*FILE\.schema\.json"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: the exported store does not have the columns note\. .*FILE\.schema\.json"
+    ):
         import_files([tmp_path / "a.jsonl"], tmp_path / "b")
     (tmp_path / "elsewhere.json").rename(tmp_path / "a.jsonl.schema.json")
     import_files([tmp_path / "a.jsonl"], tmp_path / "b")
@@ -242,7 +244,10 @@ def test_a_broken_line_of_an_export_is_named(tmp_path: Path):
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     row = json.loads(lines[4]) | {"policy_version": 1.5}
     (tmp_path / "a.jsonl").write_text("".join([*lines[:4], json.dumps(row) + "\n", lines[5]]))
-    with pytest.raises(DataError, match=r"a\.jsonl:5: column 'policy_version' is not int64: 1\.5 does not fit"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl:5: the value of column 'policy_version' cannot be stored as int64: 1\.5 does not fit",
+    ):
         import_files([tmp_path / "a.jsonl"], tmp_path / "b", batch_rows=2)
     (tmp_path / "a.jsonl").write_text("".join([*lines[:4], "{", "\n", lines[5]]))
     with pytest.raises(DataError, match=r"a\.jsonl:5: this line is not JSON"):
@@ -289,7 +294,7 @@ def test_numbers_are_no_bytes(tmp_path: Path):
     export_store(tmp_path / "a", tmp_path / "a.jsonl")
     row = json.loads((tmp_path / "a.jsonl").read_text()) | {"blob": 3}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=r"column 'blob' is not bytes: it is neither bytes nor Base64"):
+    with pytest.raises(DataError, match=r"column 'blob' cannot be stored as bytes: it is neither bytes nor Base64"):
         import_files([tmp_path / "a.jsonl"], tmp_path / "b")
 
 
@@ -355,7 +360,7 @@ def test_an_export_of_some(tmp_path: Path):
     assert (report.num_trajectories, report.num_left_out, report.columns) == (3, 3, ("input_ids", "task_reward"))
     with pytest.raises(RunExistsError, match=r"some.jsonl already exists"):
         export_store(store, tmp_path / "some.jsonl")
-    with pytest.raises(DefinitionError, match=r"the suffix is not one of"):
+    with pytest.raises(DefinitionError, match=r"the suffix must be one of"):
         export_store(store, tmp_path / "some.csv")
     (tmp_path / "sub").mkdir()
     with pytest.raises(DefinitionError):
@@ -405,5 +410,5 @@ def test_a_column_of_another_type_is_no_other_number(tmp_path: Path, column: str
     table = parquet.read_table(tmp_path / "out.parquet")
     other = pyarrow.table({**{n: table[n] for n in table.schema.names if n != column}, column: pyarrow.array(values)})
     parquet.write_table(other.replace_schema_metadata(table.schema.metadata), tmp_path / "out.parquet")
-    with pytest.raises(DataError, match=f"row 0: column '{column}' is not .*({wanted})"):
+    with pytest.raises(DataError, match=f"row 0: the value of column '{column}' cannot be stored as .*({wanted})"):
         import_files([tmp_path / "out.parquet"], tmp_path / "b")

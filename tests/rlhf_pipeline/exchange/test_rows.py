@@ -419,7 +419,8 @@ def test_a_wrong_field_is_named_with_its_place(tmp_path: Path, jsonl: Write, cha
 def test_a_named_format_must_fit():
     """A format that does not fit says what is lacking and what the file looks like."""
     with pytest.raises(
-        DefinitionError, match=r"lacks the fields advantage, completion, prompt.*its format appears to be --format verl"
+        DefinitionError,
+        match=r"lack the fields advantage, completion, prompt.*Its format appears to be verl: use --format verl",
     ):
         find_tool("trl", {"input": "a", "output": "b", "gts": "", "score": 1, "step": 0})
     with pytest.raises(DefinitionError, match=r"Did you mean 'tinker'"):

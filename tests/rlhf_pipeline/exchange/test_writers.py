@@ -145,7 +145,7 @@ def test_a_training_whose_reward_function_gives_a_reward(tmp_path: Path, jsonl: 
 def test_several_outputs_of_a_session_of_verl_are_refused(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """Only the last of a session is compared with others', which rows of one group do not say."""
     rows = [generation("2", 1.0, uid="a_0_0"), generation("3", 1.0, uid="a_0_1") | {"input": "1+1 and 2"}]
-    with pytest.raises(DataError, match=r"5\.jsonl:2: the group of this trajectory has a different prompt"):
+    with pytest.raises(DataError, match=r"5\.jsonl:2: the group of this trajectory has members with other prompts"):
         import_files([jsonl(rows, "5.jsonl")], tmp_path / "store", tokenizer=tokenizer, one_turn=True)
 
 

@@ -168,7 +168,7 @@ def test_wrong_arguments_are_named(arguments, message):
 
 def test_step_lengths_must_add_up():
     """Lengths that do not add up to the number of rewards are refused with both numbers."""
-    with pytest.raises(DefinitionError, match="adds up to 3"):
+    with pytest.raises(DefinitionError, match="sum 3"):
         whitened_step_rewards(torch.zeros(4), torch.tensor([0, 0]), torch.tensor([1, 2]))
 
 
@@ -204,7 +204,9 @@ def test_an_estimator_of_ones_own_is_used_and_checked():
     out = group_advantage(returns, groups, median_baseline)
     assert out.advantages.tolist() == [-1.0, 2.0, 0.0, 0.0, 0.0]
     assert out.degenerate.tolist() == [False, False, False, True, True]
-    with pytest.raises(DefinitionError, match=r"<lambda> returned \[1\]; it must return a tensor \[5\]"):
+    with pytest.raises(
+        DefinitionError, match=r"<lambda> returned a tensor of shape \[1\]; it must return a tensor of shape \[5\]"
+    ):
         group_advantage(returns, groups, lambda returns, groups, lengths: returns[:1])
     with pytest.raises(DefinitionError, match="not finite"):
         group_advantage(returns, groups, lambda returns, groups, lengths: returns / 0)
@@ -326,7 +328,7 @@ def test_a_function_is_tried_before_a_run_uses_it():
     check_estimator(median_baseline)
     with pytest.raises(DefinitionError, match=r"(?s)write.estimator .*groups of 3 and 2. It must accept returns \[N\]"):
         check_estimator(lambda returns, groups, lengths: returns.tolist()[7])
-    with pytest.raises(DefinitionError, match=r"returned list; it must return a tensor \[5\]"):
+    with pytest.raises(DefinitionError, match=r"returned list; it must return a tensor of shape \[5\]"):
         check_estimator(lambda returns, groups, lengths: returns.tolist())
 
 
@@ -347,7 +349,7 @@ def test_who_takes_rewards_one_by_one():
 def test_turns_that_do_not_fit_are_refused():
     """Turns that do not add up, and a discount out of range."""
     groups = torch.tensor([0, 0])
-    with pytest.raises(DefinitionError, match="adds up to 3"):
+    with pytest.raises(DefinitionError, match="sum 3"):
         turn_advantage(torch.zeros(4), groups, torch.tensor([1, 2]))
     with pytest.raises(DefinitionError, match="discount is"):
         turn_advantage(torch.zeros(3), groups, torch.tensor([1, 2]), discount=1.5)

@@ -180,7 +180,7 @@ def test_chunks_are_equal_and_cover_all_rows():
         ({"head": Head(torch.zeros(V, H), temperature=0.0)}, "temperature must be above 0"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
         ({"head": Head(torch.zeros(V, H), torch.zeros(3))}, r"bias must have shape \[53\]"),
-        ({"targets": torch.zeros(3, dtype=torch.long)}, r"targets must be int64 \[37\]"),
+        ({"targets": torch.zeros(3, dtype=torch.long)}, r"targets must be int64 of shape \[37\]"),
         ({"head": Head(torch.zeros(V, H + 1))}, r"hidden must have shape \[N, H\]"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_missing_library_is_named(monkeypatch):
 
 def test_nothing_to_train_is_refused():
     """A frozen model is a mistake, not an optimizer without parameters."""
-    with pytest.raises(DefinitionError, match="no trainable parameter"):
+    with pytest.raises(DefinitionError, match="no trainable parameters"):
         PolicyOptimizer(model_of(torch.float32).requires_grad_(False), Learn())
 
 

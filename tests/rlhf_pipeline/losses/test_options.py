@@ -181,7 +181,7 @@ def test_wrong_shapes_and_missing_parts_are_named(tiny):
     td["loss_weight"] = td[MASK] / 8.0
     assert torch.isfinite(GRPOLoss(policy, aggregation="dr_grpo")(td).total_loss())
     td["advantage"] = td["advantage"][:, :4]
-    with pytest.raises(DataError, match=r"\[4, 4\] but the tokens have \[4, 9\]"):
+    with pytest.raises(DataError, match=r"\[4, 4\], but the tokens have shape \[4, 9\]"):
         GRPOLoss(policy)(td)
 
 

@@ -271,5 +271,5 @@ def test_a_template_must_show_the_turn_before_a_reply():
         encode_reply(scratch_policy("01").tokenizer, [], [2], [])
     tokenizer = talker().tokenizer
     tokenizer.chat_template = "{% for m in messages %}{% if m.role != 'assistant' %}x{% endif %}{% endfor %}"
-    with pytest.raises(DataError, match="renders an assistant's turn 0 times"):
+    with pytest.raises(DataError, match="renders an assistant turn 0 times"):
         encode_reply(tokenizer, [{"role": "user", "content": "1"}], [2], [{"role": "tool", "content": "1"}])

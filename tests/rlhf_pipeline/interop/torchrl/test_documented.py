@@ -122,7 +122,7 @@ def test_every_argument_of_the_base_class():
         ({"chat_template_name": "llama9"}, "chat_template_name is 'llama9'"),
         ({"tokenizer": "gpt2"}, "tokenizer is the string 'gpt2', not an object"),
         ({"model": "gpt2"}, r"CausalLMPolicy\.from_pretrained\('gpt2', \.\.\.\)"),
-        ({"device": "meta"}, "shares its weights"),
+        ({"device": "meta"}, "shares the weights"),
         ({"generate_kwargs": {"top_k": 5}}, "top_k"),
     ],
 )

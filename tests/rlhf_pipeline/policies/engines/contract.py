@@ -372,7 +372,7 @@ class EngineContract:
         """With what is wrong; and the engine goes on."""
         wrong = [
             ({"prompts": [[5], []]}, DataError, "Prompt 1 has no tokens"),
-            ({"prompts": [[5, 6], [5, VOCAB]]}, DataError, f"Prompt 1 has the token id {VOCAB}"),
+            ({"prompts": [[5, 6], [5, VOCAB]]}, DataError, f"Prompt 1 contains the token id {VOCAB}"),
             ({"prompts": [[-1]]}, DataError, "token id -1"),
             ({"prompts": [[5] * POSITIONS]}, DataError, f"has {POSITIONS} tokens"),
             ({"prompts": [[5]], "max_new_tokens": 0}, DefinitionError, "at least 1"),
