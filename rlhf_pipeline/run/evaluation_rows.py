@@ -178,7 +178,8 @@ def stored_evaluations(
     store: TrajectoryStore, evaluate: Evaluate | Mapping[str, Any], *, size: int = 1, besides: Container[int] = ()
 ) -> list[dict[str, Any]]:
     """Return the step and the figures of each evaluation in a store, by step."""
-    ids, steps = store.ids(), store.read_scalars("policy_version")
+    ids = store.ids()  # of one moment: a read that follows a merge also finds newer rows
+    steps = store.read_scalars("policy_version", ids)
     stored_steps = zip(*(values.tolist() for values in np.unique(steps, return_counts=True)), strict=True)
     return [
         {"step": step, **evaluation_figures(store, ids[steps == step], evaluate)}

@@ -370,9 +370,10 @@ class RecordedVersions(Source):
 
     def __init__(self, pipeline: Pipeline, learner: Learner) -> None:
         store = learner.buffer.store
-        versions = np.asarray(store.read_scalars("policy_version"))
+        ids = store.ids()  # of one moment: a read that follows a merge also finds newer rows
+        versions = np.asarray(store.read_scalars("policy_version", ids))
         order = np.argsort(versions, kind="stable")
-        self._versions, self._rewards = versions[order], store.read_scalars("task_reward")[order]
+        self._versions, self._rewards = versions[order], store.read_scalars("task_reward", ids)[order]
         if not pipeline.write.drops_groups:  # else a rollout may have left nothing, even the last one
             self.last = int(self._versions[-1]) + pipeline.learn.steps_per_rollout
             self._check(min(pipeline.learn.steps, self.last), pipeline.max_staleness)
@@ -402,7 +403,8 @@ class RecordedLedger(Source):
     def __init__(self, pipeline: Pipeline, learner: Learner, ledger: Path) -> None:
         self._store, self._pipeline, self._learner = learner.buffer.store, pipeline, learner
         self._recorded = StepRows(ledger)
-        ids, rows = np.asarray(self._store.ids()), self._store.read_scalars("source_row")
+        ids = np.asarray(self._store.ids())
+        rows = self._store.read_scalars("source_row", ids)
         order = np.argsort(rows)
         self._rows, self._ids = rows[order], ids[order]
         self.last = self._recorded.last_step
@@ -431,8 +433,8 @@ class RecordedLedger(Source):
 
     def _rollout_reward(self, rollout: int) -> float | None:
         """Return the mean reward of a rollout, whose groups are numbered by their prompts."""
-        inside = self._store.read_scalars("group_id") // self._pipeline.collect.prompts_per_rollout == rollout
-        return _mean(self._store.read_scalars("task_reward")[inside])
+        inside = self._store.read_scalars("group_id", self._ids) // self._pipeline.collect.prompts_per_rollout == rollout
+        return _mean(self._store.read_scalars("task_reward", self._ids[inside]))
 
 
 def stored_source(pipeline: Pipeline, replay: Replay, learner: Learner, run: RunFolder) -> Source:

@@ -66,7 +66,8 @@ class Witness:
 
     def fingerprints(self, store: TrajectoryStore, rollouts: list[int]) -> dict[int, tuple[tuple[int, ...], int]]:
         """Return the ids and the checksum of each of these rollouts."""
-        ids, groups = store.ids(), store.read_scalars("group_id")
+        ids = store.ids()  # of one moment: a read that follows a merge also finds newer rows
+        groups = store.read_scalars("group_id", ids)
         latest = {}
         for rollout in rollouts:
             mine = ids[groups // self.size == rollout]

@@ -160,10 +160,11 @@ class FolderRollouts(Rollouts):
         """Read a row."""
         row_id = self._row_ids.get(rollout)
         if row_id is None:  # recorded long ago
-            places = np.flatnonzero(self._store.read_scalars("rollout") == rollout)
-            if not len(places):
+            ids = self._store.ids()  # of one moment: a read that follows a merge also finds newer rows
+            ids = ids[self._store.read_scalars("rollout", ids) == rollout]
+            if not len(ids):
                 return None
-            row_id = int(self._store.ids()[places[0]])
+            row_id = int(ids[0])
         row = self._store.read(np.asarray([row_id], np.int64))
         figures: dict[str, Any] = {"figures": json.loads(row["figures"][0] or "{}")} if "figures" in row else {}
         numbers = {name: values[0].item() for name, values in row.items() if name in _NUMBERS}

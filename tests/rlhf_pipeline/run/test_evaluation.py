@@ -226,6 +226,11 @@ def test_figures_of_a_store_are_those_of_the_run(tmp_path):
     assert [one["evaluation/failed"] for one in found[1:]] == [line["evaluation/failed"] for line in lines[1::2]]
     assert found[0]["evaluation/failed"] > 0
     assert found[0]["evaluation/reward"] == 1.0
+    with TrajectoryStore.open(path, mode="r") as store, TrajectoryStore.open(path, mode="a") as writer:
+        ids = store.ids()
+        writer.append(writer.read(ids))
+        writer.compact()  # a reader whose rows were merged follows the catalog to the newer rows
+        assert stored_evaluations(store, {"success_at": 0.5}) == found
 
 
 class Score:
