@@ -97,16 +97,16 @@ from trajectory_store import Column, Schema, TrajectoryStore
 schema = Schema([Column(f"c{i}", "int64") for i in range(6)])
 TrajectoryStore.create(sys.argv[1], schema, segment_rows=2).close()
 store = TrajectoryStore.open(sys.argv[1], "a", io=sys.argv[3])
-for i in range(40):
+for i in range(60):
     store.append({f"c{k}": [i, k] for k in range(6)})
-assert store.read_scalars("c5").tolist() == [v for i in range(40) for v in (i, 5)]
-assert all(len(v) == 80 for v in store.read(store.ids()).values())
+assert store.read_scalars("c5").tolist() == [v for i in range(60) for v in (i, 5)]
+assert all(len(v) == 120 for v in store.read(store.ids()).values())
 open(sys.argv[1] + "/../note", "w").close()
 print(store.verify().ok)
 """
 
 
-@pytest.mark.parametrize(("hard", "io"), [(4096, "mmap"), (128, "mmap"), (128, "pread")])
+@pytest.mark.parametrize(("hard", "io"), [(4096, "mmap"), (192, "mmap"), (192, "pread")])
 def test_more_maps_than_open_files_are_allowed(tmp_path, hard, io):
     """Maps hold no descriptors, and small finished files are loaded: many segments are read with few open files."""
     done = subprocess.run(
