@@ -433,7 +433,9 @@ class RecordedLedger(Source):
 
     def _rollout_reward(self, rollout: int) -> float | None:
         """Return the mean reward of a rollout, whose groups are numbered by their prompts."""
-        inside = self._store.read_scalars("group_id", self._ids) // self._pipeline.collect.prompts_per_rollout == rollout
+        inside = (
+            self._store.read_scalars("group_id", self._ids) // self._pipeline.collect.prompts_per_rollout == rollout
+        )
         return _mean(self._store.read_scalars("task_reward", self._ids[inside]))
 
 
