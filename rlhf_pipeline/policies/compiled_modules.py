@@ -67,7 +67,7 @@ def prepare_modules(model: nn.Module, *, backend: str = INDUCTOR) -> str | None:
     for module in kinds.values():
         problem = _problem(module, backend)
         if problem is not None:
-            return f"{type(module).__name__}: {problem}"
+            return f"{type(module).__name__} {problem}"
     for module in modules:
         module.forward = MethodType(_forward, module)
     return None
@@ -126,14 +126,14 @@ def _problem(module: nn.Module, backend: str) -> str | None:
         try:
             compiled = _outputs(_compiled(type(module).forward, backend), module, inputs)
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the module runs without it
-            return f"it cannot be compiled ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+            return f"cannot be compiled ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
     allowed = rounding(weights[0], fine=1e-5, coarse=_HALF_PRECISION)
     for name, computed, reference in zip(
         ("output", "input gradient", *_gradients(module)), compiled, expected, strict=True
     ):
         error = float((computed - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
         if not error <= allowed:
-            return f"its compiled {name} differs by {error:.1e}, and {allowed:.1e} is rounding"
+            return f"differs when compiled: {name} by {error:.1e} (rounding explains at most {allowed:.1e})"
     return None
 
 

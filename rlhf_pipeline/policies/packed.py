@@ -324,7 +324,8 @@ class LayoutScorer:
             error, allowed = _compare(parts, scored, batch)
             if not error <= allowed:
                 self._pad_from_now_on(
-                    f"log-probs differ from padded rows by {error:.1e} (rounding explains at most {allowed:.1e})",
+                    f"log-probs differ from those of padded rows by {error:.1e} (rounding explains at most "
+                    f"{allowed:.1e})",
                     is_chosen=True,
                 )
                 return None

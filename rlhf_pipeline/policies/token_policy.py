@@ -358,7 +358,7 @@ class TokenPolicy(nn.Module):
         temperature = self.temperature if temperature is None else temperature
         if temperature == 0:
             raise DefinitionError(
-                "Tokens cannot be scored at temperature 0, where a log-prob is 0 or minus infinity. "
+                "Tokens cannot be scored at temperature 0, where every log-prob is 0 or minus infinity. "
                 "Pass temperature=1.0, at which greedy generation reports its log-probs."
             )
         scored = self.scoring_rows(input_ids, attention_mask, score_mask)

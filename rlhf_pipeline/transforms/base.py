@@ -156,7 +156,7 @@ def scored_positions(batch: Trajectories, like: Flat, assistant_only: bool) -> T
     """Return which tokens have or get a log-prob, bool, flat."""
     lengths = like.lengths
     if lengths is None:
-        raise MissingKeyError(f"the batch has no ragged token column to score: pass {TOKENS!r} per trajectory")
+        raise MissingKeyError(f"the batch has no ragged token column to score: pass {TOKENS!r} for each trajectory")
     starts = lengths.cumsum(0) - lengths
     first = starts[lengths > 0]  # the first token of a row has no log-prob
     mask = per_token(batch, ASSISTANT_MASK, like) if assistant_only else None

@@ -209,7 +209,7 @@ class KLReward(ColumnTransform):
         model: Any = self.ref_model
         if model is None:
             raise MissingKeyError(
-                f"the batch has no reference log-probs under {self.keys.ref_log_probs!r} and KLRewardTransform has "
+                f"the batch has no reference log-probs under {self.keys.ref_log_probs!r}, and KLRewardTransform has "
                 "no model: add RetrieveLogProb(reference) after it in the list, or pass ref_model="
             )
         tokens = per_token(batch, TOKENS, like)

@@ -239,7 +239,7 @@ def as_array(array_like: Any) -> npt.NDArray[Any]:
         TypeError: these are no values.
     """
     if is_masked(array_like):
-        raise ValueError("some of its values are masked: fill them, or remove the row")
+        raise ValueError("some of its values are masked; fill them, or remove the row")
     if hasattr(array_like, "detach"):
         tensor = array_like.detach().cpu()
         return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)

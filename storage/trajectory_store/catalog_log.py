@@ -129,7 +129,7 @@ class State:
         if state is None:
             raise CorruptionError(f"{where} is damaged: it does not match its checksum.")
         if state.store != store:
-            raise CorruptionError(f"{where} is a record of another store ({state.store}, this store is {store}).")
+            raise CorruptionError(f"{where} is a record of another store ({state.store}; this store is {store}).")
         return state
 
 

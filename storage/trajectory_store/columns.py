@@ -542,8 +542,8 @@ class ColumnReader:
             return [str(row, "utf-8") for row in rows]
         except UnicodeDecodeError as error:
             raise CorruptionError(
-                f"{self._catalog.medium.where}: column '{column.name}' contains bytes that are not text in some of "
-                f"these rows ({error.reason}). Run verify(): it lists the damaged trajectories."
+                f"{self._catalog.medium.where}: column '{column.name}' contains bytes that are not valid text in some "
+                f"of these rows ({error.reason}). Run verify(): it lists the damaged trajectories."
             ) from None
 
     @contained
@@ -595,7 +595,7 @@ def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArr
     if not fits or out.dtype != column.np_dtype or not out.flags.c_contiguous or not out.flags.writeable:
         raise BatchError(
             f"out['{column.name}'] is a {out.dtype} array of shape {list(out.shape)}; this batch needs a writable, "
-            f"contiguous {column.dtype} array of at least the shape {[n, width, *column.shape]}. Compute the width "
+            f"contiguous {column.dtype} array whose shape is at least {[n, width, *column.shape]}. Compute the width "
             "with lengths() first, or omit `out`: buffers are reused anyway."
         )
     return out[:n, :width]

@@ -99,7 +99,9 @@ class Column:
             axis = self.name if self.is_text else DEFAULT_AXIS if self.ragged else None
             object.__setattr__(self, "axis", axis)
         elif not (self.ragged or self.is_text):
-            raise SchemaError(f"column '{self.name}' is a scalar and has no axis; set ragged=True.")
+            raise SchemaError(
+                f"column '{self.name}' is a scalar, so it cannot have an axis. Set ragged=True, or omit axis=."
+            )
         elif not _NAME.match(self.axis):
             raise SchemaError(
                 f"axis {self.axis!r} of column '{self.name}' is not a valid name: it must start with a letter and "
@@ -311,7 +313,7 @@ class Schema:
         """Rebuild a schema from `to_json`."""
         columns: Any = data.get("columns") if isinstance(data, Mapping) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if not isinstance(columns, list):
-            raise SchemaError(f"a schema cannot be read: no list of columns in {str(data)[:200]}")
+            raise SchemaError(f"a schema cannot be read: there is no list of columns in {str(data)[:200]}")
         return _schema_of(json.dumps(columns))
 
 

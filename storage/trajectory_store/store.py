@@ -632,7 +632,7 @@ class TrajectoryStore(StoreTable):
         self._check_open()
         if self.mode != "a":
             raise ReadOnlyError(
-                f"{what} needs a store opened for writing; {self.path} is open with mode 'r'. Use "
+                f"{what} needs a store opened for writing; {self.path} was opened with mode 'r'. Use "
                 "TrajectoryStore.open(path, mode='a')."
             )
 

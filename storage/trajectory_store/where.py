@@ -271,7 +271,7 @@ def _number(text: str) -> float | int | bool:
             continue
     if text.startswith((">", "<", "=")):
         raise SchemaError("the operator must be one of >= <= == != > < ~, for example >=.")
-    raise SchemaError(f"{text!r} is not a number or date.")
+    raise SchemaError(f"{text!r} is not a number or a date.")
 
 
 def _unquoted(text: str) -> str:
@@ -393,7 +393,9 @@ class _Expression:
                 missing = self.source.missing(opposite.id)
                 return missing if isinstance(op, (ast.Is, ast.Eq)) else ~missing
         if type(op) not in _COMPARE:
-            raise SchemaError(f"the condition {self.condition!r}: 'is' can only be used with None; use ==. {_EXAMPLE}")
+            raise SchemaError(
+                f"the condition {self.condition!r}: 'is' can only be used with None; otherwise, use ==. {_EXAMPLE}"
+            )
         return _COMPARE[type(op)](self.value(left), self.value(right))
 
     def _is_none(self, node: ast.expr) -> bool:

@@ -160,9 +160,13 @@ def test_rows_alike_by_either_way(tmp_path: Path):
     [
         ({"temperature": -1.0}, BatchError, r"'temperature' must be a temperature of at least 0"),
         ({"log_prob_mode": "other"}, BatchError, r"'log_prob_mode' must be 'processed' or 'raw'"),
-        ({"temperature": [1.0]}, BatchError, r"1 values of temperature for 3 completions"),
-        ({"groups": ["a"]}, BatchError, r"1 values of groups for 3 completions"),
-        ({"support_log_mass": [[0.0], [0.0], [0.0]]}, BatchError, r"1 values of support_log_mass for 2 completion"),
+        ({"temperature": [1.0]}, BatchError, r"temperature must contain one value per completion: expected 3, got 1"),
+        ({"groups": ["a"]}, BatchError, r"groups must contain one value per completion: expected 3, got 1"),
+        (
+            {"support_log_mass": [[0.0], [0.0], [0.0]]},
+            BatchError,
+            r"support_log_mass must contain .* token: expected 2, got 1",
+        ),
         ({"extra": {"experts": [1, 2, 3]}}, SchemaError, r"no column 'experts'.*columns=\[Column"),
         ({"completion_ids": [[1.5], [2], [3]]}, BatchError, r"'completion_ids' must be a list of token ids"),
     ],

@@ -216,7 +216,7 @@ class Supervisor:
         delay = child.fail(self.metrics.rows.last_step)
         if child.is_hopeless:
             raise ProcessFailedError(
-                f"{ended.name} {ended.how}, {child.failures} consecutive failures without progress. "
+                f"{ended.name} {ended.how}; it has failed {child.failures} times in a row without progress. "
                 f"{self._advice(ended)}"
             )
         again = "it is" if len(child.names) == 1 else "the learner's processes are"

@@ -496,7 +496,7 @@ def _damage_in(raw: bytes | None, segment: ObjectSegment, seq: int, report: Veri
         stated = (commit.ordinal, commit.seq, commit.salt)
         begins = tuple(commit.starts.values()) == segment.starts(seq)
         if stated != (segment.ordinal, seq, segment.meta.salt) or brief_of(commit) != brief or not begins:
-            return whole(f"object {key} is a different commit from the one expected at this position")
+            return whole(f"object {key} contains a different commit from the one expected at this position")
         gaps = list[Gap]()
         for name, spec in segment.specs.items() if brief.n_rows else ():
             values, wrong = segment.compared(seq, spec, places, commit.crc, raw)

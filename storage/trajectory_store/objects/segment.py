@@ -283,7 +283,7 @@ class ObjectSegment(Segment):
             commit = self._from_end(key, object_end, lambda tail, size: read_commit(tail, size, key, self.meta))
             if commit is None or self._is_named(commit, seq):
                 return commit
-            self.leave_out(seq, f"object {key} is a different commit from the one in its name")
+            self.leave_out(seq, f"object {key} contains a different commit from the one that its name specifies")
         except StoreError as error:
             if isinstance(error, ReadFailedError):
                 raise

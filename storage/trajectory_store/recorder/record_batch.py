@@ -87,7 +87,8 @@ class RecordBatch:
         length, whole = len(row_values), int(self.lengths[row])
         if length not in (0, whole, whole - len(self.prompts[row])):
             raise BatchError(
-                f"{length} values of {column.name} for {whole - len(self.prompts[row])} completion tokens."
+                f"{column.name} must contain one value per completion token: expected "
+                f"{whole - len(self.prompts[row])}, got {length}."
             )
         return np.concatenate(
             [np.full((whole - length, *column.shape), column.fill_value, column.np_dtype), row_values]

@@ -136,7 +136,9 @@ class Encoder:
 
 def _per_token(token_values: Sequence[Any] | None, default: Sequence[Any], name: str) -> Sequence[Any]:
     if token_values is not None and len(token_values) != len(default):
-        raise BatchError(f"{len(token_values)} values of {name} for {len(default)} completion tokens.")
+        raise BatchError(
+            f"{name} must contain one value per completion token: expected {len(default)}, got {len(token_values)}."
+        )
     return default if token_values is None else token_values
 
 

@@ -138,7 +138,7 @@ def load_tokenizer(name: str) -> Any:
         )
     tokenizer = tokenizer_at(str(folder) if folder.exists() else name, local=folder.exists())
     if tokenizer is None:
-        raise BatchError(f"{folder} has no tokenizer: no tokenizer.json or tokenizer_config.json.")
+        raise BatchError(f"{folder} has no tokenizer: it contains neither tokenizer.json nor tokenizer_config.json.")
     return tokenizer
 
 

@@ -280,7 +280,9 @@ class TrajectoryRecorder:
             identity = {"groups": groups, "episodes": episodes, "names": names, "reward_trusted": reward_trusted}
             for name, values in (present | beside | identity).items():
                 if values is not None and len(values) != len(completions):
-                    raise BatchError(f"{len(values)} values of {name} for {len(completions)} completions.")
+                    raise BatchError(
+                        f"{name} must contain one value per completion: expected {len(completions)}, got {len(values)}."
+                    )
             if reward_trusted is not None:
                 pairs = zip(present.get("failure") or [""] * len(completions), reward_trusted, strict=True)
                 present["failure"] = [kind or ("" if trusted else "grader_error") for kind, trusted in pairs]
@@ -514,7 +516,10 @@ class TrajectoryRecorder:
         """
         reward_functions = list(functions) if isinstance(functions, Sequence) else [functions]
         if weights is not None and len(weights) != len(reward_functions):
-            raise SchemaError(f"{len(weights)} weights for {len(reward_functions)} reward functions.")
+            raise SchemaError(
+                f"weights must contain one value per reward function: expected {len(reward_functions)}, got "
+                f"{len(weights)}."
+            )
         for function in reward_functions:
             if not callable(function) or hasattr(function, "forward"):
                 raise SchemaError(

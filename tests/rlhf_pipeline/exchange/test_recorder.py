@@ -154,9 +154,11 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         with pytest.raises(SchemaError, match=r"--tokenizer FOLDER"):
             recorder.record(**wrong)
-        with pytest.raises(BatchError, match=r"2 values of reward for 1 completions"):
+        with pytest.raises(BatchError, match=r"reward must contain one value per completion: expected 1, got 2"):
             recorder.record(**wrong | {"rewards": [0.0, 1.0]})
-        with pytest.raises(BatchError, match=r"1 values of log_probs for 2 completion tokens"):
+        with pytest.raises(
+            BatchError, match=r"log_probs must contain one value per completion token: expected 2, got 1"
+        ):
             recorder.record(**wrong, prompt_ids=[[3]], log_probs=[[-1.0]])
         for name, values in (("rewards", [math.inf]), ("log_probs", [[0.5, -1.0]]), ("advantages", [-math.inf])):
             odd: dict[str, Any] = wrong | {"prompt_ids": [[3]], name: values}
@@ -168,7 +170,7 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
             recorder.record(completions=["b"], completion_ids=[[1]], rewards=[0.0])
         with pytest.raises(SchemaError, match=r"group_size is 0; it must be at least 1"):
             recorder.record(**wrong | {"prompt_ids": [[3]], "group_size": 0})  # a ZeroDivisionError ended the training
-        with pytest.raises(SchemaError, match=r"2 weights for 1 reward"):
+        with pytest.raises(SchemaError, match=r"one value per reward function: expected 1, got 2"):
             recorder.reward_funcs(right, weights=[1.0, 2.0])
         assert recorder.num_recorded == 0
         recorder.on_error = "log"

@@ -368,7 +368,7 @@ def test_missing_fields_are_named(tmp_path: Path, jsonl: Write, row: dict[str, A
         ({"completion": 3}, r"rollouts.jsonl:2: field 'completion' must be text or chat messages, got int 3"),
         ({"reward": "good"}, r":2: field 'reward' must be a number, got str 'good'"),
         ({"completion_ids": [1, -2]}, r":2: field 'completion_ids' must be a list of token ids"),
-        ({"log_probs": [-1.0]}, r":2: 1 values of log_probs for 2 completion tokens"),
+        ({"log_probs": [-1.0]}, r":2: log_probs must contain one value per completion token: expected 2, got 1"),
         ({"prompt_ids": [2**31]}, r":2: field 'prompt_ids' must be"),
         ({"reward": math.inf}, r":2: field 'reward' must be finite .*got float inf"),
         ({"reward": 1e39}, r":2: field 'reward' must be finite and at most 3.403e\+38"),

@@ -274,7 +274,7 @@ def test_a_layer_that_differs_in_packed_rows_is_found_by_the_first_batch(make_mo
     mlp.forward = MethodType(lambda self, x: plain(self, x) + added(x), mlp)
     policy = compared_with_padded_rows(model, "packed", groups())
     notice = policy.layout_notices()[0]
-    assert "log-probs differ from padded rows" in notice
+    assert "log-probs differ from those of padded rows" in notice
     assert "padded from this step on" in notice
     assert policy.scoring_layout == "packed"
 
@@ -329,7 +329,7 @@ def test_auto_reports_a_layout_that_fails_its_check(make_model):
     mlp.forward = MethodType(lambda self, x: plain(self, x) + running_mean(x), mlp)
     policy = compared_with_padded_rows(model, "auto", groups(prompt=180, completion=60))
     (notice,) = policy.layout_notices()
-    assert "layout 'auto' is not suitable for this model: log-probs differ from padded rows" in notice
+    assert "layout 'auto' is not suitable for this model: log-probs differ from those of padded rows" in notice
 
 
 def test_bfloat16_rows_stay_packed(make_model):
