@@ -103,7 +103,7 @@ def gather_schema(choice: Choice) -> Schema:
                     )
                 if expected.axis != column.axis:
                     raise DataError(
-                        f"the column '{name}' of {path} is {_kind(column)}; learning needs {_kind(expected)}."
+                        f"the column '{name}' of {path} is {_kind(column)}; learning requires {_kind(expected)}."
                     )
                 if name not in first_stores and (name not in columns or expected.dtype != column.dtype):
                     columns[name] = _optional(column, mutable=expected.mutable)

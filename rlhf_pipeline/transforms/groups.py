@@ -270,8 +270,8 @@ def batch_of(group: Hashable, batch_groups: int) -> int:
     """Return the batch of a group."""
     if not isinstance(group, int):
         raise DataError(
-            f"batch_groups={batch_groups} counts groups by an integer group_id, but a trajectory's group is "
-            f"{group!r}. Use integers as group ids, or an estimator that needs no batch."
+            f"batch_groups={batch_groups} requires integer group ids, but a trajectory has the group id {group!r}. Use "
+            "integers as group ids, or an estimator that needs no batch."
         )
     return group // batch_groups
 

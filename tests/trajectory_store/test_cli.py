@@ -110,7 +110,7 @@ def test_the_suffix_names_the_format_and_a_file_is_replaced_on_request(
     capsys.readouterr()
     for wrong in (".", "rows", "rows.xlsx"):
         assert main(["export", str(store), "--to", wrong]) == 2
-        assert "ending with .parquet, .jsonl or .csv" in capsys.readouterr().err
+        assert "that ends with .parquet, .jsonl or .csv" in capsys.readouterr().err
     assert not list(tmp_path.glob(".*.part"))
 
 

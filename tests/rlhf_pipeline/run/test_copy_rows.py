@@ -233,7 +233,9 @@ def test_columns_that_do_not_fit_are_named(tmp_path):
         columns = [column if known.name == column.name else known for known in trajectory_schema()]
         with TrajectoryStore.create(path, columns) as store:
             store.append({"input_ids": [[1, 2]], "assistant_mask": [[False, True]], "task_reward": [1.0]})
-    with pytest.raises(DataError, match=r"'advantage' of .*second is float32 per token; learning needs float32 per tr"):
+    with pytest.raises(
+        DataError, match=r"'advantage' of .*second is float32 per token; learning requires float32 per tr"
+    ):
         gather_schema(choose(Replay(stores=(str(second),)), LIMITS))
     with pytest.raises(DataError, match=r"'kl_coef' is float32 per .* in .*first and float64 per .* in .*third"):
         gather_schema(choose(Replay(stores=(str(first), str(third))), LIMITS))

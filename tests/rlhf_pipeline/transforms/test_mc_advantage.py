@@ -392,7 +392,7 @@ def test_a_batch_does_not_wait_for_a_group_that_failed_whole(make_rows):
     out = transform.report_failed(1, 2)
     assert scalars(out, keys.ADVANTAGE).tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
     assert transform.queued_groups == 0
-    with pytest.raises(DataError, match="counts groups by an integer group_id"):
+    with pytest.raises(DataError, match="requires integer group ids, but a trajectory has the group id"):
         transform.inv(TensorDict(query=["a", "a"], task_reward=torch.tensor([0.0, 1.0]), batch_size=[2]))
 
 
