@@ -90,7 +90,8 @@ class StalenessAwareSampler(TrajectorySampler):
             weights = torch.as_tensor(self.staleness_weight_fn(torch.from_numpy(age))).double().numpy()
         if weights.shape != age.shape or not bool((weights >= 0).all()):
             raise DataError(
-                f"staleness_weight_fn must return a weight of at least 0 for each of {len(age)} rows; got {weights[:4]}"
+                f"staleness_weight_fn must return a weight of at least 0 for each of the {len(age)} rows; it returned "
+                f"{weights[:4]}"
             )
         allowed, weights = allowed[weights > 0], weights[weights > 0]
         return allowed[gumbel_order(np.log(weights), rng)[:most]]

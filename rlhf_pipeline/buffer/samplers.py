@@ -234,7 +234,7 @@ class FunctionSampler(TrajectorySampler):
         right = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size) and len(chosen) <= most
         if not right or len(np.unique(chosen)) < len(chosen) or not np.isin(chosen, allowed).all():
             raise DefinitionError(
-                f"sample.strategy {function_name(self.function)} returned an array of {chosen.dtype} of shape "
+                f"sample.strategy {function_name(self.function)} returned a {chosen.dtype} array of shape "
                 f"{list(chosen.shape)}; it must return at most {most} of the {len(allowed)} allowed positions, without "
                 "repeats."
             )

@@ -548,7 +548,9 @@ class TrajectoryStorage(Storage):
         try:
             source = TrajectoryStore.open(path, mode="r")
         except StoreNotFoundError as error:
-            raise MissingPathError(f"there is no store at {path}, the path in the state") from error
+            raise MissingPathError(
+                f"there is no store at {path}, the path that is recorded in the saved state"
+            ) from error
         with source:
             ids = source.ids() if ids is None else ids
             copy_rows(source, self.store, ids, first_slot=first_slot if len(ids) == self.max_size else 0)
@@ -664,7 +666,7 @@ def append_data(data: Any, schema: Schema) -> tuple[int, dict[str, Any]]:
     tokens = columns.get(TOKENS)
     if not isinstance(tokens, Flat) or tokens.lengths is None:
         raise MissingKeyError(
-            f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids. The keys of the "
+            f"the batch has no token ids under {TOKENS!r}. A trajectory is stored as its token ids. Keys of the "
             f"batch: {list(columns)[:12]}"
         )
     if not tokens.lengths.numpy().all():
@@ -773,7 +775,7 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
         if bool(differs.any()):
             row = int(differs.nonzero()[0])
             raise DataError(
-                f"{TASK_REWARD!r} of trajectory {row} is {stored_reward[row].item():g} and the rewards under "
+                f"{TASK_REWARD!r} of trajectory {row} is {stored_reward[row].item():g}, but the rewards under "
                 f"{REWARD!r} sum to {total[row].item():g} without the KL penalty; the store would record the first "
                 "and return the second. Omit one, or store rewards per token: "
                 "schema=trajectory_schema(token_rewards=True)"

@@ -311,7 +311,7 @@ def _absolute_path(file: re.Match[str]) -> str:
 def natural(text: str) -> int:
     """Read a whole number from 0 up."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got '{text}'")
     return int(text)
 
 
@@ -325,7 +325,7 @@ def positive(text: str) -> int:
     """Read a whole number from 1 up."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got '{text}'")
     return number
 
 
@@ -336,7 +336,7 @@ def above_zero(text: str, what: str = "number above 0") -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a {what}")
+        raise argparse.ArgumentTypeError(f"expected a {what}, got '{text}'")
     return number
 
 

@@ -204,7 +204,7 @@ class Collector:
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups}, but a rollout has {config.prompts_per_rollout} "
-                "groups. Set both to the same number, because a batch is a rollout."
+                "groups. Set both to the same number, because each batch must consist of one rollout."
             )
 
     def collect(
@@ -677,9 +677,11 @@ def _check_keeps_each(config: Collect, grader: Grader, kl_reward: KLReward | Non
     """Reject what sees several conversations at once where each is stored as it ends."""
     why = "the environment has external effects, so each conversation is graded and stored when it ends"
     if any(form.batched for form in grader.forms):
-        raise DefinitionError(f"{why}; a batched reward function cannot be used. Use a function of one completion.")
+        raise DefinitionError(
+            f"{why}; a batched reward function cannot be used. Use one that grades a single completion."
+        )
     if config.retries:
-        raise DefinitionError(f"{why}; collect.retries={config.retries} would repeat its effects. Set it to 0.")
+        raise DefinitionError(f"{why}; collect.retries={config.retries} would repeat these effects. Set it to 0.")
     if config.dynamic > 1:
         raise DefinitionError(f"{why}; collect.dynamic={config.dynamic} discards groups. Set it to 1.")
     if kl_reward is not None and not isinstance(kl_reward.controller, ConstantKLController):

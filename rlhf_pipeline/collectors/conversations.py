@@ -1051,7 +1051,10 @@ def _readable(observation: Any) -> Any:
         return observation
     if isinstance(observation, Step):
         if observation.history is None:
-            raise TypeError("reset returned a Step without a history; it must return text or a list of messages")
+            raise TypeError(
+                "reset returned a Step without a history; it must return text, a list of messages, or a Step with a "
+                "history"
+            )
         return checked(observation)
     return checked_messages(observation, "what reset returned")
 

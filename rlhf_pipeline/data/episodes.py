@@ -39,9 +39,8 @@ def row_names(episodes: Ints, positions: Ints) -> Ints:
     """
     if positions.any() and (int(episodes.max()) >> ROW_BITS or int(positions.max()) >> (62 - ROW_BITS)):
         raise DataError(
-            f"the largest episode id is {int(episodes.max())}, and the largest row index is {int(positions.max())}: if "
-            f"an episode has several rows, ids must be below 2**{ROW_BITS}, and an episode may have at most "
-            f"{1 << (62 - ROW_BITS)} rows."
+            f"if episodes have several rows, episode ids must be below 2**{ROW_BITS} and row indices below "
+            f"{1 << (62 - ROW_BITS)}; the largest are {int(episodes.max())} and {int(positions.max())}."
         )
     return episodes + (positions.astype(np.int64) << ROW_BITS)
 

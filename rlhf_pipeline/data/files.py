@@ -105,7 +105,8 @@ class SourceFile:
         try:
             yield
         except (need("pyarrow").ArrowException, OSError) as error:
-            raise DataError(f"{self.path} cannot be read as {self.container}: {str(error).splitlines()[0]}") from error
+            kind = "a saved dataset" if self.container == "hf" else self.container
+            raise DataError(f"{self.path} cannot be read as {kind}: {str(error).splitlines()[0]}") from error
 
     def _arrow_batches(self) -> Iterator[Any]:
         with self._arrow_errors():

@@ -106,7 +106,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
     except Exception as error:
         raise DefinitionError(
             f"prompts: {name}.prompt({at}, {seed}) raised {type(error).__name__}: {error}. "
-            "A prompt source has a method prompt(cursor, seed) that returns a Prompt."
+            "A prompt source must have a method prompt(cursor, seed) that returns a Prompt."
         ) from error
     if not isinstance(prompt, Prompt):
         raise DefinitionError(
@@ -632,7 +632,9 @@ def _read(reading: _Reading) -> _Read:
             skipped[rule] = skipped.get(rule, 0) + 1
     if not prompts:
         gone = "".join(f" {count:,} rows were skipped by skip={rule}." for rule, count in skipped.items())
-        raise DataError(f"{reading.path or 'rows'} has no prompts with a field '{reading.prompt_field}'.{gone}")
+        raise DataError(
+            f"{reading.path or 'the list of rows'} has no prompts with a field '{reading.prompt_field}'.{gone}"
+        )
     return _Read(tuple(prompts), skipped, tuple(sorted({name for prompt in prompts for name in prompt.meta})))
 
 
@@ -691,7 +693,7 @@ def _sentence(error: str, reading: _Reading, meta_fields: Sequence[str]) -> str:
     if error.startswith("meta "):
         others = ",".join(name for name in meta_fields if not error.startswith(f"meta {name!r}"))
         return (
-            f"field {error.removeprefix('meta ')} List the columns that rewards read, without this one: --set "
+            f"field {error.removeprefix('meta ')} List the columns that reward functions read, without this one: --set "
             f"prompts.meta_fields={others}"
         )
     field_name = reading.answer_field if error.startswith("answer") else reading.prompt_field

@@ -228,7 +228,7 @@ def per_token(batch: Trajectories, key: Key, like: Flat | None = None) -> Flat |
     if like is None or like.lengths is None or like.lengths is column.lengths:
         return column
     if column.lengths is None or not torch.equal(column.lengths, like.lengths):
-        shape_text = "one value each" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
+        shape_text = "one value per trajectory" if column.lengths is None else f"lengths {column.lengths.tolist()[:8]}"
         raise DataError(f"{key!r} has {shape_text}, but the tokens have lengths {like.lengths.tolist()[:8]}")
     return column
 

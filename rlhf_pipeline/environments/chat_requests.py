@@ -90,7 +90,7 @@ PARAMETERS: Final = (
     Parameter(
         name="parallel_tool_calls",
         treatment=REJECTED,
-        rule="`true`, the default, is accepted: a policy may write several calls",
+        rule="`true`, the default, is accepted, because a policy may write several calls",
         accepts=_is_true,
     ),
     Parameter(name="n", treatment=HONOURED, rule=f"1 to {MOST_CHOICES} samples; each sample is a row"),

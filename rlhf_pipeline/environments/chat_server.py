@@ -237,7 +237,8 @@ class ChatServer:
             if (session := self._sessions.get(key)) is not None:
                 return key, session
         raise ChatError(
-            "no conversation has this API key, or it has ended; use the api_key that the program received",
+            "there is no conversation with this API key, or the conversation has ended; use the api_key that the "
+            "program received",
             code="invalid_api_key",
             status=401,
         )

@@ -167,7 +167,7 @@ def rewards_of_environment(environment: Callable[[], Any] | None) -> tuple[str, 
     names = (declared,) if isinstance(declared, str) else declared
     if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
         raise DefinitionError(
-            f"`rewards` of the environment is {declared!r:.60}; it must be a tuple of names: ('reached', ...)."
+            f"`rewards` of the environment is {declared!r:.60}; it must be a tuple of names, for example ('reached',)."
         )
     return tuple(cast("Sequence[str]", names))
 

@@ -126,8 +126,8 @@ def maker_of(environment: Any) -> Maker:
         return Environments(cast("Mapping[str, Any]", environment))
     if not callable(environment):
         raise DefinitionError(
-            f"environment is an object of type {type(environment).__name__}; pass the class, a function that returns a "
-            "new environment for each conversation, or a dict that maps names to these."
+            f"environment is an object of type {type(environment).__name__}; pass the environment class, a function "
+            "that returns a new environment for each conversation, or a dict that maps names to these."
         )
     if inspect.isclass(environment) and not hasattr(environment, "step"):
         return MethodTools(environment)

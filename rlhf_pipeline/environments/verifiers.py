@@ -105,7 +105,7 @@ class _OneAgent(ChatSession):
         if key != self.agent:
             raise ChatError(
                 "a second agent uses the policy, but a conversation has only one agent: use a separate client for "
-                "the second one"
+                "the second agent"
             )
         return super().submit(request, key=key, size=size, is_retry=is_retry)
 

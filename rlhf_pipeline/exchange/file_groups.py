@@ -48,7 +48,7 @@ class FileGroups:
         elif key is None:
             if self._last is None or self._last[0] != prompt_key:
                 if self._checked and prompt_key in self._ungrouped_prompts:
-                    fields = f" (the rows have {', '.join(sorted(record.meta))})" if record.meta else ""
+                    fields = f" (the rows have the fields {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
                         "a prompt reappears after other prompts, and no field identifies its group. "
                         f"{_NAME}{fields}. If all rows of a prompt form one group: --group-by prompt. To keep the "
@@ -83,9 +83,9 @@ class FileGroups:
             f"They agree with groups of {size} consecutive rows: --group {size}." if size is not None else f"{_NAME}."
         )
         raise DefinitionError(
-            f"the stored advantages contradict {len(wrong):,} of {len(self._scores):,} groups by prompt: within a "
-            f"group, advantages must be centred, and equal for equal rewards. {advice} If the tool's advantages are "
-            "not relative to a group, confirm the groups: --group-by prompt"
+            f"the stored advantages contradict the grouping by prompt in {len(wrong):,} of {len(self._scores):,} "
+            f"groups: within a group, advantages must be centred, and equal for equal rewards. {advice} If the tool's "
+            "advantages are not relative to a group, confirm the groups: --group-by prompt"
         )
 
     def check(self) -> None:

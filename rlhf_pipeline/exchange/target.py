@@ -56,8 +56,7 @@ def check_columns(store: TrajectoryStore, schema: Schema) -> None:
         if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):
             raise DefinitionError(
                 f"column '{column.name}' is {column.dtype} in the export and {stored.dtype} in {store.path}, or "
-                "their shapes differ. Import the export into a "
-                "separate folder."
+                "their shapes differ. Import the exported rows into a separate folder."
             )
 
 

@@ -253,7 +253,7 @@ def group_advantage(
     if not bool(torch.isfinite(returns).all()):
         bad = int((~torch.isfinite(returns)).nonzero()[0, 0])
         raise DefinitionError(
-            f"return {bad} is {returns[bad].item()}; an advantage needs finite returns. Check for a reward or a "
+            f"returns[{bad}] is {returns[bad].item()}; returns must be finite. Check for a reward or a "
             "log-prob that is not finite."
         )
     dtype = returns.dtype if returns.dtype.is_floating_point else torch.float32

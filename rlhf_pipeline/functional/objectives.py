@@ -179,7 +179,11 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
             torch.autograd.grad(loss.sum(), tokens.log_probs, allow_unused=True)[0] if loss.requires_grad else None
         )
     if not finite or gradient is None or not bool(torch.isfinite(gradient).all()):
-        problem = "no gradient to tokens.log_probs" if gradient is None else "a loss or a gradient that is not finite"
+        problem = (
+            "a loss without a gradient to tokens.log_probs"
+            if gradient is None
+            else "a loss or a gradient that is not finite"
+        )
         raise DefinitionError(f"loss.objective {name} returned {problem} in a test on six tokens.")
     return ObjectiveEntry(lambda tokens: _terms_of(objective, tokens), per_token=False, needs_entropy=reads_entropy)
 

@@ -122,7 +122,7 @@ def check_reduction(loss: GRPOLoss) -> None:
     if loss.settings.reduction != "mean":
         raise DefinitionError(
             "the learner weights tokens by the counts of the complete step, but its loss has "
-            f"reduction={loss.settings.reduction!r}. Create it with reduction='mean' and choose the "
+            f"reduction={loss.settings.reduction!r}. Create the loss with reduction='mean', and choose the "
             "weighting with aggregation: token_mean, sequence_mean, group_mean, sequence_sum or dr_grpo."
         )
 

@@ -131,13 +131,14 @@ class _Logits:
         logits = getattr(out, "logits", out)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             raise DataError(
-                f"{type(self.actor).__name__} returned {type(logits).__name__}; GRPOLoss needs logits [B, T, V]."
+                f"{type(self.actor).__name__} returned {type(logits).__name__}; GRPOLoss needs logits of shape [B, T, "
+                "V]."
             )
         if logits.shape[:2] != ids.shape:
             raise DataError(
-                f"{type(self.actor).__name__} returned logits {list(logits.shape)} for tokens {list(ids.shape)}; "
-                "GRPOLoss needs one row of logits per token. Adapters that add virtual tokens before the prompt are "
-                "not supported."
+                f"{type(self.actor).__name__} returned logits of shape {list(logits.shape)} for tokens of shape "
+                f"{list(ids.shape)}; GRPOLoss needs one row of logits per token. Adapters that add virtual tokens "
+                "before the prompt are not supported."
             )
         return logits
 

@@ -198,7 +198,7 @@ def changed(settings: LossSettings, keywords: Mapping[str, Any]) -> LossSettings
         fields["aggregation"] = canonical_aggregation(mode)
     if fields.get("kl_estimator") == "k1":
         raise DefinitionError(
-            "kl_estimator='k1' as a loss has an expected gradient of zero, so it would only add noise. Put k1 in "
+            "kl_estimator='k1' has an expected gradient of zero in a loss, so it would only add noise. Put k1 in "
             "the reward (KLRewardTransform), or use 'k3+' or 'k2' here."
         )
     return extended(settings, LossSettings, **fields)

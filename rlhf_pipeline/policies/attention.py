@@ -50,7 +50,9 @@ def _attention(
     if attended is not None:
         unknown = sorted(name for name, argument in kwargs.items() if argument is not None and name not in _OF_STEPS)
         if unknown:
-            raise TypeError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention")
+            raise TypeError(
+                f"{type(module).__name__} passes unsupported arguments to its attention: {', '.join(unknown)}"
+            )
         return attended(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # pyright: ignore[reportReturnType]
 

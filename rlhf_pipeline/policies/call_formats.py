@@ -137,7 +137,8 @@ def call_format_of(
         )
     if flaws >= _ESCAPED:
         raise DefinitionError(
-            f"{name_of(codec)} quotes the arguments of a call twice, as an object and as text; correct the template."
+            f"{name_of(codec)} escapes the arguments of a tool call twice, whether they are an object or text; correct "
+            "the template."
         )
     probe.check_malformed()
     several = probe.flaws(2, as_text=has_text_arguments)

@@ -155,7 +155,10 @@ def reply_text(
         whole = rendered(before, [caller], after)
         at = whole.rfind(sample[start:stop])
         if at < 0:
-            raise DataError("the chat template renders a tool call differently before another reply.")
+            raise DataError(
+                "the chat template renders a tool call differently if its reply differs, "
+                "so the reply cannot be separated from the call."
+            )
         parts = [whole[: at + cut - start], whole[at + cut - start :]]
     else:
         texts = [

@@ -142,8 +142,8 @@ def verl(row: Fields) -> RawRollouts:
     evaluation = step == 0 or ("reward" in values and "request_id" not in values)
     if values.get("overlong_reward") is not None and "reward" not in row.field_paths and not evaluation:
         raise DefinitionError(
-            "the rows have score and overlong_reward, and verl's DAPO manager writes the score with the penalty or "
-            "without it. Choose one: --field reward=score (for a reward function that returns a number) or --field "
+            "the rows have score and overlong_reward, and verl's DAPO manager writes the score with or without "
+            "the penalty. Choose one: --field reward=score (for a reward function that returns a number) or --field "
             "reward=score+overlong_reward (for a function that returns a dict)"
         )
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
@@ -201,7 +201,7 @@ def slime(row: Fields) -> RawRollouts:
     if isinstance(values["reward"], dict) and "reward" not in row.field_paths:
         keys = [*map(str, values["reward"])]
         raise DefinitionError(
-            f"the rewards are dicts ({', '.join(keys)}). Specify the run's --reward-key: --field "
+            f"the rewards are dicts ({', '.join(keys)}). Select the key that the run used as its --reward-key: --field "
             f"reward=reward.{keys[0]}"
         )
     start = len(tokens) - size
@@ -844,8 +844,8 @@ def rows(row: Fields) -> RawRollouts:
         lacks = [target for target in _PAIRS[1] if target not in names] + lacks
     if lacks:
         raise DefinitionError(
-            f"there is no field for {', '.join(lacks)}. {row.describe_row()} Specify it: --field {lacks[0]}=NAME (a "
-            "dotted path selects a nested field; none ignores a field)"
+            f"there is no field for {', '.join(lacks)}. {row.describe_row()} Specify the field: --field "
+            f"{lacks[0]}=NAME (a dotted path selects a nested field; none ignores a field)"
         )
     if talk is not None:
         yield _conversation(row, talk, names)

@@ -208,7 +208,7 @@ def _seconds(timestamp: Any) -> float:
     try:
         moment = datetime.fromisoformat(str(timestamp))
     except ValueError:
-        raise DataError(f"field 'timestamp' must be a time in ISO 8601, got {excerpt(timestamp)}.") from None
+        raise DataError(f"field 'timestamp' must be an ISO 8601 time, got {excerpt(timestamp)}.") from None
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 

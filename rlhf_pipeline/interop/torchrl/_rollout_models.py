@@ -147,9 +147,9 @@ class RolloutModel:
         if new.shape[1] < max_new_tokens and not ended.all():
             row = int((~ended).nonzero()[0])
             raise DataError(
-                f"generate() returned {new.shape[1]} of {max_new_tokens} tokens for row {row}, and none of them is an "
-                f"end token {tuple(self.eos_token_ids)}. Set model.generation_config.eos_token_id to the token that "
-                "ends a completion."
+                f"generate() returned {new.shape[1]} of {max_new_tokens} tokens for row {row}, and none of them is one "
+                f"of the end tokens {tuple(self.eos_token_ids)}. Set model.generation_config.eos_token_id to the token "
+                "that ends a completion."
             )
         tokens.masked_fill_(columns >= lengths.unsqueeze(1), self.pad_token_id)
         return tokens, lengths, None

@@ -62,7 +62,7 @@ def prompt_rows(batch: Any) -> PromptRows:
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise DataError(
-            f"row {row} has {int(prompt_mask[row].sum())} prompt tokens before prompt_rindex {int(rindex[row])} in "
+            f"row {row} has {int(prompt_mask[row].sum())} prompt tokens, prompt_rindex {int(rindex[row])} and "
             f"{input_ids.shape[1]} columns; a prompt needs at least one token, and prompt_rindex must be the column "
             "after its last token."
         )

@@ -217,8 +217,8 @@ def _trajectories(td: TensorDictBase) -> list[list[Any]]:
             current = []
     if current:
         raise IncompleteError(
-            f"The last trajectory of the batch is not complete: {len(current)} turns have no end. Collect complete "
-            f"trajectories with {_OPTIONS}."
+            f"The last trajectory of the batch is not complete: none of its {len(current)} turns is marked as done. "
+            f"Collect complete trajectories with {_OPTIONS}."
         )
     return out
 
@@ -237,7 +237,7 @@ def _real(turn: Any, columns: int, number: int) -> Tensor:
         return torch.ones(columns, dtype=torch.bool)
     if mask.numel() != columns:
         raise DataError(
-            f"Turn {number} has {columns} columns of tokens, but {mask.numel()} of {keys.ATTENTION_MASK!r}."
+            f"Turn {number} has {columns} columns of tokens, but {keys.ATTENTION_MASK!r} has {mask.numel()} columns."
         )
     return mask.reshape(-1).bool().cpu()
 

@@ -256,8 +256,8 @@ class ActorKLRewardTransform(KLRewardTransform):
         refuse_arguments(ActorKLRewardTransform, unknown)
         if not isinstance(requires_grad, bool):
             raise DefinitionError(
-                f"the fifth argument of the actor form is requires_grad, True or False, not {requires_grad!r}. Pass "
-                "log_prob_key= and later arguments by name."
+                "the fifth argument of the actor form is requires_grad, which must be True or False; got "
+                f"{requires_grad!r}. Pass log_prob_key= and later arguments by name."
             )
         model = ref_model if ref_model is not None else actor
         if not is_actor(model) or (ref_model is not None and actor is not None):
@@ -324,7 +324,7 @@ class ActorKLRewardTransform(KLRewardTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         action = tensordict.get(self._action(), None)
         if action is None:
-            raise MissingKeyError(f"the step has no action under {self._action()!r}; pass action_key=")
+            raise MissingKeyError(f"the step has no action under {self._action()!r}; specify its key with action_key")
         log_prob = tensordict.get(self.log_prob_key, None)
         if log_prob is None and self.parent is None:
             raise MissingKeyError(
@@ -362,7 +362,7 @@ class ActorKLRewardTransform(KLRewardTransform):
             keys = parent.action_keys if parent is not None else self.frozen_actor.out_keys
             outputs = [k for k in keys if k in ("action", ("action",))] or _sampled(self.frozen_actor) or list(keys)
             if len(outputs) != 1:
-                raise DefinitionError(f"the action could be any of {outputs}; pass action_key=.")
+                raise DefinitionError(f"the action could be any of {outputs}; specify its key with action_key.")
             self._action_key = outputs[0]
         return self._action_key
 

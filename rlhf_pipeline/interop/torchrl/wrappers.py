@@ -232,7 +232,7 @@ class EnginePolicy:
         if temperature not in (0.0, 1.0):
             raise DefinitionError(
                 f"{self._name()} scores at temperature 1, but {temperature} is needed. Score with a CausalLMPolicy "
-                "over the same weights at that temperature, or sample at 1."
+                "with the same weights at that temperature, or sample at 1."
             )
         if self._scorer is None:
             self._scorer = self._version(generate=False, return_log_probs=True, generate_kwargs=None)
@@ -250,7 +250,7 @@ class EnginePolicy:
         if bool(bad.any()):
             raise DataError(
                 f"{self._name()} returned no finite log-prob for {int(bad.sum())} of {int(scored.sum())} tokens. "
-                "Request prompt_logprobs from the engine, or score with a CausalLMPolicy over the same weights."
+                "Request prompt_logprobs from the engine, or score with a CausalLMPolicy with the same weights."
             )
         return torch.where(scored, out, 0.0)
 

@@ -491,7 +491,7 @@ class _ServerCall:
         try:
             choices = sorted(reply["choices"], key=lambda choice: choice["index"])
             if [choice["index"] for choice in choices] != list(range(job.members)):
-                raise ValueError(f"{len(choices)} completions instead of {job.members}")
+                raise ValueError(f"it contains {len(choices)} completions instead of {job.members}")
             return [self._completion(choice, job.sampling["max_tokens"]) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(
@@ -506,13 +506,15 @@ class _ServerCall:
             raise ValueError("the log-probs do not match the tokens")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length", "abort") or len(tokens) > limit or not (tokens or reason == "abort"):
-            raise ValueError(f"{len(tokens)} tokens (the limit is {limit}) with the finish reason {reason!r}")
+            raise ValueError(
+                f"a completion has {len(tokens)} tokens (the limit is {limit}) and the finish reason {reason!r}"
+            )
         versions: list[int] = []
         if self.versioned and tokens:
             spans = choice["weight_versions"]
             starts = [int(span["start"]) for span in spans]
             if not starts or starts[0] != 0 or starts != sorted(set(starts)) or spans[-1]["end"] != len(tokens):
-                raise ValueError(f"weight_versions {spans} do not cover the {len(tokens)} tokens")
+                raise ValueError(f"the weight_versions {spans} do not cover all {len(tokens)} tokens")
             for span, start, end in zip(spans, starts, [*starts[1:], len(tokens)], strict=True):
                 versions += [self._engine.version_of(span["version"])] * (end - start)
         return Row(tokens, [token["logprob"] for token in content], versions, reason)

@@ -542,7 +542,7 @@ def test_rewards_that_differ_from_the_task_reward_beside_them_are_refused(storag
     steps = TensorDict({**make_rows([4], ref=False)[0].expand(2).to_dict()}, batch_size=[2])
     steps["task_reward"], steps["next", "reward"] = torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.0])
     steps["next", "done"] = torch.tensor([False, True])
-    with pytest.raises(DataError, match=r"trajectory 0 is 2 and the rewards under .* sum to 3 without"):
+    with pytest.raises(DataError, match=r"trajectory 0 is 2, but the rewards under .* sum to 3 without"):
         put(storage, steps)
     for count, rewards in enumerate(([0.0, 0.0, 0.0, 2.0], 2.0), start=1):
         (row,) = make_rows([4], ref=False)

@@ -137,7 +137,9 @@ def test_definitions_that_cannot_be_collected_for(cli: Cli):
 def test_slips(cli: Cli):
     """A run folder is needed; a limit in seconds is above 0."""
     assert "--run" in cli("collect", "long_running").err
-    assert "'soon' is not a number of seconds above 0" in cli("run", "long_running", "--hang-timeout", "soon").err
+    assert (
+        "expected a number of seconds above 0, got 'soon'" in cli("run", "long_running", "--hang-timeout", "soon").err
+    )
 
 
 def test_a_run_that_was_stopped_before_its_store_was_made_says_how_to_go_on(cli: Cli):

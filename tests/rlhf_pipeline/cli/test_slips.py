@@ -49,7 +49,7 @@ SLIPS = (
     ("tail runs/dmo -f", "Did you mean 'runs/demo'?"),  # where it would wait otherwise
     ("tail runs/demo --filter rewrad>1", "Did you mean 'reward'?"),
     ("tail runs/demo --folow", "Did you mean '--follow'?"),
-    ("tail runs/demo -n -1", "'-1' is not a whole number of at least 0"),
+    ("tail runs/demo -n -1", "expected a whole number of at least 0, got '-1'"),
     ("verify runs/dmo", "Did you mean 'runs/demo'?"),
 )
 

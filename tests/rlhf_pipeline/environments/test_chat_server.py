@@ -140,7 +140,7 @@ def test_floods_and_foreign_keys_are_rejected():
             other = await client.chat.completions.create(model="m", messages=ASKED)
             assert other.choices[0].message.content == "sample 0"
             wrong = flooding.with_options(api_key="sk-of-another")
-            with pytest.raises(openai.AuthenticationError, match="no conversation has this API key"):
+            with pytest.raises(openai.AuthenticationError, match="there is no conversation with this API key"):
                 await wrong.chat.completions.create(model="m", messages=ASKED)
             while sum(one.done() for one in pending) < len(pending) - MOST_WAITING:
                 await asyncio.sleep(0.01)

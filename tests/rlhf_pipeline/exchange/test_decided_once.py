@@ -186,7 +186,7 @@ def test_stored_advantages_must_fit_the_groups(tmp_path: Path, chat_tokenizer: A
     file = tmp_path / "completions_00001.parquet"
     parquet.write_table(pyarrow.table(table), file)
     options: dict[str, Any] = {"tokenizer": chat_tokenizer, "one_turn": True}
-    with pytest.raises(DefinitionError, match=r"contradict 1 of 1 groups by prompt.*--group 4"):
+    with pytest.raises(DefinitionError, match=r"contradict the grouping by prompt in 1 of 1 groups.*--group 4"):
         import_files([file], tmp_path / "store", **options)
     import_files([file], tmp_path / "store", group=4, **options)
     assert columns(tmp_path / "store")["group_id"].tolist() == [place // 4 for place in range(16)]

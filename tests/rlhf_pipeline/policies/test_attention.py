@@ -83,5 +83,5 @@ def test_a_step_rejects_arguments_that_its_attention_does_not_know(argument: str
     ids = torch.arange(4)[None]
     with torch.no_grad(), steps_attended_by(model.config, lambda q, *_: q.transpose(1, 2)):
         model(ids, **{argument: None})
-        with pytest.raises(TypeError, match=rf"passes {argument} to its attention"):
+        with pytest.raises(TypeError, match=rf"passes unsupported arguments to its attention: {argument}"):
             model(ids, **{argument: 50.0})

@@ -135,8 +135,12 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
 @pytest.mark.parametrize(
     ("field", "function", "sentence"),
     [
-        ("loss.objective", "lambda tokens: tokens.advantage", "returned no gradient to tokens.log_probs"),
-        ("loss.objective", "lambda tokens: tokens.log_probs[:2]", r"returned \[2\]; it must return \[6\]"),
+        ("loss.objective", "lambda tokens: tokens.advantage", "returned a loss without a gradient to tokens.log_probs"),
+        (
+            "loss.objective",
+            "lambda tokens: tokens.log_probs[:2]",
+            r"returned a tensor of shape \[2\]; it must return a tensor of shape \[6\]",
+        ),
         ("loss.objective", "lambda tokens: tokens.colour", "raised AttributeError.*in a test on six tokens"),
         ("write.estimator", "lambda returns, groups: returns", "raised TypeError.*in a test on groups of 3 and 2"),
         (

@@ -374,7 +374,7 @@ def test_what_does_not_fit_is_refused(make_model: Make) -> None:
         CausalLMPolicy(make_model(), input_mode="chat")
     with pytest.raises(DefinitionError, match="'top_p', which would change the sampled distribution"):
         CausalLMPolicy(make_model(), generate_kwargs={"top_p": 0.9})
-    with pytest.raises(DefinitionError, match="num_samples is 2 but generate_kwargs has 3"):
+    with pytest.raises(DefinitionError, match="num_samples is 2, but generate_kwargs requests 3 samples"):
         CausalLMPolicy(make_model(), num_samples=2, generate_kwargs={"n": 3})
 
 
