@@ -410,7 +410,7 @@ def test_known_log_probs_are_given_for_any_token():
     scores, tokens = torch.tensor([[-1.0, -2.0]]), torch.tensor([[5, 6]])
     other = torch.tensor([[7, 8]])
     assert PeerLogProbDistribution(scores).log_prob(other).tolist() == scores.tolist()
-    with pytest.raises(DataError, match="differ from the tokens that were scored"):
+    with pytest.raises(DataError, match="these are not the tokens that were scored"):
         LogProbDistribution(scores, tokens=tokens).log_prob(other)
 
 

@@ -33,7 +33,7 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
     tensor([[-1., -2.]])
     >>> dist.log_prob(torch.tensor([[5, 7]]))
     Traceback (most recent call last):
-    rlhf_pipeline.errors.DataError: 1 of the tokens differ from the tokens ... (column 1 of row 0: 7, not 6). ...
+    rlhf_pipeline.errors.DataError: these are not the tokens that were scored (differences: 1; ...
     """
 
     def __init__(self, log_probs: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None) -> None:
@@ -65,9 +65,9 @@ class LogProbDistribution(_TorchRLLogProbDistribution):
             if bool(wrong.any()):
                 row, column = (int(i) for i in wrong.nonzero()[0])
                 raise DataError(
-                    f"{int(wrong.sum())} of the tokens differ from the tokens that were scored (in row {row}, "
-                    f"column {column}: {int(value[row, column])}, not {int(self.tokens[row, column])}). Score these "
-                    "tokens first."
+                    f"these are not the tokens that were scored (differences: {int(wrong.sum())}; the first is in row "
+                    f"{row}, column {column}: {int(value[row, column])}, not {int(self.tokens[row, column])}). Score "
+                    "these tokens first."
                 )
         return super().log_prob(value)
 

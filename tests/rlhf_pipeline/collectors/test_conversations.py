@@ -175,7 +175,7 @@ def _raised(error: BaseException) -> Any:
         (lambda: asyncio.sleep(20), "timeout", "no reply after 0.9 s"),
         (lambda: 1 / 0, "tool_error", "ZeroDivisionError"),
         (_exit, "tool_error", "SystemExit"),
-        (lambda: Step(b"bytes"), "tool_error", "the reply is bytes"),  # type: ignore[arg-type]
+        (lambda: Step(b"bytes"), "tool_error", "the reply is of type bytes"),  # type: ignore[arg-type]
         (lambda: "text", "tool_error", "step returned str"),
         (lambda: Step(rewards={"reached": math.nan}), "tool_error", "must be finite"),
         (lambda: Step("~"), "tool_error", "unknown to the tokenizer"),
@@ -335,12 +335,12 @@ def test_members_of_a_group_see_the_same():
 @pytest.mark.parametrize(
     ("shown", "error"),
     [
-        (b"#..#", "what reset returned is bytes"),
+        (b"#..#", "what reset returned is of type bytes"),
         ("", "reset returned empty text"),
         (Step("#..#"), "reset returned a Step"),
         ("~", "unknown to the tokenizer"),
         ("." * 60, "has 60 tokens, but a row has at most 60"),
-        (np.zeros(3), "what reset returned is ndarray"),
+        (np.zeros(3), "what reset returned is of type ndarray"),
         ([{"role": "user"}, 3], "a message must be a mapping with a role"),
     ],
 )

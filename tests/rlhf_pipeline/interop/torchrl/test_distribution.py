@@ -96,7 +96,10 @@ def test_known_log_probs_know_their_tokens() -> None:
     elsewhere = tokens.clone()
     elsewhere[~MASK] = 99
     assert torch.equal(dist.log_prob(elsewhere), dist.log_prob(tokens))
-    with pytest.raises(DataError, match=r"1 of the tokens differ .* \(in row 1, column 2: 7, not 6\)"):
+    with pytest.raises(
+        DataError,
+        match=r"not the tokens that were scored \(differences: 1; the first is in row 1, column 2: 7, not 6\)",
+    ):
         dist.log_prob(torch.tensor([[1, 2, 3], [4, 5, 7]]))
     with pytest.raises(DataError, match="value has shape"):
         dist.log_prob(tokens[:1])
