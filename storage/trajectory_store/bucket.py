@@ -83,7 +83,7 @@ def number_from(variable: str, default: float) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise SchemaError(f"{variable} is {text!r}; it must be a number above 0, for example {variable}={default:g}")
+        raise SchemaError(f"{variable} is {text!r}; it must be a number above 0, for example {variable}={default:.15g}")
     return number
 
 

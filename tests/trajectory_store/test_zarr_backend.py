@@ -740,7 +740,7 @@ def test_the_environment_limits_the_cache(monkeypatch):
         reader.read_padded(ids, ["input_ids"])
         assert sum(file.stat().st_blocks for file in reader._catalog.medium._cache.folder.iterdir()) * 512 < 1 << 16
     monkeypatch.setenv(backend.CACHE_BYTES, "much")
-    with pytest.raises(StoreError, match="TRAJECTORY_STORE_CACHE_BYTES='much'"):
+    with pytest.raises(StoreError, match="TRAJECTORY_STORE_CACHE_BYTES is 'much'"):
         TrajectoryStore.open(memory)
 
 

@@ -114,7 +114,7 @@ def test_a_request_is_tried_for_a_time_and_not_a_number_of_times(memory, monkeyp
     with pytest.raises(StoreError, match=r"part.*no route to host"):
         real.put_once("part", b"a")
     monkeypatch.setenv(PATIENCE, "long")
-    with pytest.raises(StoreError, match="TRAJECTORY_STORE_PATIENCE_S='long'"):
+    with pytest.raises(StoreError, match="TRAJECTORY_STORE_PATIENCE_S is 'long'"):
         real.get("part")
 
 
