@@ -36,6 +36,8 @@ class Line:
     found: str
     met: bool | None
     """None where there is no goal."""
+    details: str = ""
+    """What a reader needs if it is missed."""
 
     def __str__(self) -> str:
         verdict = {True: "met", False: "MISSED", None: ""}[self.met]

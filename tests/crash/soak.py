@@ -415,8 +415,6 @@ def soak(
         stopped = {"0", *(str(128 + number) for number in ASKING)}
         errors = [code for code in re.findall(r"ended with code (\d+)", log) if code not in stopped]
         happened = [Line(f"  {what}", f"{num}", None) for what, num in sorted(run.troubles.items())]
-        for problem in run.looks.problems:
-            print(problem)  # noqa: T201
         return [
             Line("seconds, of them with trouble", f"{took:.0f}, {troubled:.0f}", None),
             Line("what happened", f"{sum(run.troubles.values())}", None),
@@ -428,11 +426,17 @@ def soak(
             ),
             Line("optimizer steps, with trouble and after", f"{steps:,}, {run.steps() - steps:,}", None),
             Line("exit codes: of SIGTERM, and of the end", f"{codes}", codes == [143] * (len(codes) - 1) + [0]),
-            Line("processes that ended by an error of their own", f"{len(errors)}", not errors),
+            Line(
+                "processes that ended by an error of their own",
+                f"{len(errors)}",
+                not errors,
+                details="" if not errors else "\n".join(log.splitlines()[-60:]),
+            ),
             Line(
                 "commands beside it, of them failed",
                 f"{run.looks.done}, {len(run.looks.problems)}",
                 not run.looks.problems,
+                details="\n".join(run.looks.problems),
             ),
             *check_run(run_dir, pipeline, run.witness, goal=goal and not undisturbed),
             *(check_effects(run_dir, pipeline, run.notes) if effects else []),
@@ -472,8 +476,10 @@ def main() -> int:
     )
     for line in lines:
         print(line)  # noqa: T201
-    missed = sum(line.met is False for line in lines)
-    print(f"{missed} missed; the run is in {run_dir}" if missed else "all met")  # noqa: T201
+    missed = [line for line in lines if line.met is False]
+    for line in missed:  # again, at the end: the middle of a long report may not be shown
+        print(line, line.details, sep="\n")  # noqa: T201
+    print(f"{len(missed)} missed; the run is in {run_dir}" if missed else "all met")  # noqa: T201
     if args.out is None and not missed:
         shutil.rmtree(folder)
     return 1 if missed else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import sys
 import time
@@ -365,6 +366,7 @@ def test_programs_run_at_the_same_time_and_apart():
         assert other.row is not None
         assert one.row.ids == other.row.ids
         np.testing.assert_allclose(one.row.log_probs, other.row.log_probs, atol=1e-5)
+    gc.collect()  # the connections, here and not in a later test
 
 
 @pytest.mark.parametrize(("repeats", "is_server"), [("retry", False), ("sample", False), ("retry", True)])
