@@ -191,8 +191,8 @@ class Collect(Settings):
     step_timeout_s: float | None = setting(
         60.0,
         above=0,
-        help="With an environment: number of seconds after which a call fails with the reason `timeout`; None sets no "
-        "limit.",
+        help="With an environment: number of seconds after which a call to it fails with the reason `timeout`; None "
+        "sets no limit.",
     )
     reply_after: int = setting(
         32,
@@ -230,7 +230,7 @@ class Collect(Settings):
     max_call_errors: int | None = setting(
         4,
         min=1,
-        help="With tools: maximum number of failed calls (malformed call, unknown tool or wrong arguments) in a "
+        help="With tools: maximum number of failed calls (malformed calls, unknown tools or wrong arguments) in a "
         "conversation. The policy receives each error; the error that reaches the limit ends the conversation with "
         "the finish reason `calls`. With None, only `max_turns` limits the number of failed calls.",
     )
@@ -293,7 +293,7 @@ class Collect(Settings):
         "slots",
         help="The sampling engine. `slots` is built in. `vllm` requires the extra `vllm`. Both run in the collector's "
         "process. `http://HOST:PORT` is the address of a vLLM server. See docs/engines.md for how to start each "
-        "engine and how reproducible its runs are.",
+        "engine and how reproducible runs with it are.",
     )
     engine_memory: float = setting(
         0.5,
@@ -378,18 +378,19 @@ class WritePath(Settings):
         "grpo",
         help="How the returns of a group are converted to advantages; the formulas are in "
         "`rlhf_pipeline.functional.advantage`. `reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's "
-        "`scale_rewards=batch`) divide by the standard deviation over the rollout. With `replay`, they divide by the "
-        "standard deviation over all gathered trajectories. `turn_grpo` computes an advantage for each turn of a "
+        "`scale_rewards=batch`) divide the centred returns by a standard deviation over the rollout or, with `replay`, "
+        "over all gathered trajectories. `turn_grpo` computes an advantage for each turn of a "
         "conversation from the rewards of that turn and later turns. `gdpo` normalises each named reward within each "
-        "group, and then normalises their weighted sum over the rollout. A custom function (`EstimatorFunction` in "
-        "the same module) is also accepted; on the command line, specify `FILE.py:NAME`.",
+        "group, computes the weighted sum of the results, and normalises this sum over the rollout. A custom function "
+        "(`EstimatorFunction` in `rlhf_pipeline.functional.advantage`) is also accepted; on the command "
+        "line, specify `FILE.py:NAME`.",
     )
     turn_discount: float = setting(
         1.0,
         min=0,
         max=1,
-        help="With `turn_grpo`: factor by which the advantage of a turn is multiplied before it is added to the "
-        "advantage of the previous turn.",
+        help="With `turn_grpo`: the advantage of a turn includes the advantage of the next turn, multiplied by this "
+        "factor.",
     )
     episode_return: Literal["sum", "verl", "skyrl"] = setting(
         "sum",
@@ -481,8 +482,8 @@ class Buffer(Settings):
         None,
         min=1,
         help="Maximum size of the run folder on disk, in bytes; with None, only the free space limits the size. The "
-        "run warns one day before it would reach the limit at the current rate. If another step and its checkpoint "
-        "would exceed the limit, the run saves a checkpoint and stops.",
+        "run warns one day before its folder would reach the limit at the current rate of growth. If another step and "
+        "its checkpoint would exceed the limit, the run saves a checkpoint and stops.",
     )
     max_staleness: int = setting(
         0,
@@ -543,8 +544,8 @@ class Sample(Settings):
         None,
         above=0,
         max=1,
-        help="Threshold for the effective sample size of the trajectories of the same age, as a share of their tokens. "
-        "Below the threshold, these trajectories have a lower weight in the loss; see "
+        help="The effective sample size is computed separately for the trajectories of each age. If it is below this "
+        "share of their tokens, these trajectories have a lower weight in the loss; see "
         "`rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass for a stale batch. None weights all "
         "trajectories equally.",
     )
@@ -552,8 +553,8 @@ class Sample(Settings):
         0.1,
         min=0,
         max=1,
-        help="Threshold for the effective sample size of the trajectories of the same age, as a share of their tokens. "
-        "Below the threshold, these trajectories are excluded. Requires `min_ess`.",
+        help="Exclude the trajectories of an age if their effective sample size is below this share of their tokens. "
+        "Requires `min_ess`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -601,8 +602,8 @@ class Replay(Settings):
     )
     recorded_order: bool = setting(
         False,
-        help="Repeat the steps of the run that filled the store: step k uses the same trajectories as step k of that "
-        "run, selected by policy version. Requires exactly one store.",
+        help="Repeat the steps of the run that filled the store: step k selects, by policy version, the same "
+        "trajectories as step k of that run. Requires exactly one store.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -669,8 +670,8 @@ class Evaluate(Settings):
     best: str | None = setting(
         None,
         help="The metric by which the best weights are selected: `reward` (the mean), `pass@K` for any K up to "
-        "`group_size`, or the name of a reward or component. None uses `reward`. With several sets, the best "
-        "weights are selected on the set that specifies `best`, or on the first set if none does.",
+        "`group_size`, or the name of a reward or component. None uses `reward`. With several sets of prompts, the "
+        "best weights are selected on the set that specifies `best`, or on the first set if none does.",
     )
     at_start: bool = setting(True, help="Whether to evaluate the initial weights of the run.")
     keep_best: bool = setting(
@@ -754,8 +755,8 @@ class DPPO(Settings):
     ratio_cap: float | None = setting(
         20.0,
         min=1,
-        help="Upper bound on the ratio of the policy's probability to the behaviour policy's probability, by which a "
-        "token's gradient is weighted. verl uses 20. None sets no bound, as in the paper.",
+        help="A token's gradient is weighted by the ratio of the policy's probability to the behaviour policy's "
+        "probability; this is the upper bound on the ratio. verl uses 20. None sets no bound, as in the paper.",
     )
 
     @property
@@ -767,7 +768,7 @@ class DPPO(Settings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VESPO(Settings):
-    """The weight of `objective=vespo`: `exp(scale + power log w - scale w)`, where `w` is the importance weight.
+    """The weight function of `objective=vespo`: `exp(scale + power log w - scale w)`; `w` is the importance weight.
 
     Source: arXiv:2602.10693; the defaults are TRL's. `functional.policy_loss.vespo_loss` has the formula.
     """
@@ -790,9 +791,8 @@ class GRPO(Settings):
         "grpo",
         help="`grpo`: PPO's clip on token ratios. `cispo`: CISPO's clipped weight. `gspo`: PPO's clip on sequence "
         "ratios; set `clip_low` and `clip_high` to about 3e-4. `sapo`: SAPO's smooth gate without a clip. "
-        "`gmpo`: the geometric mean of clipped ratios; use `aggregation=sequence_mean`, and clip the ratio's "
-        "logarithm at about 0.4 in both directions. `dppo`: a mask for tokens on which the policy and the behaviour "
-        "policy "
+        "`gmpo`: the geometric mean of ratios clipped in log space; set `clip_low` and `clip_high` to about 0.4, and "
+        "use `aggregation=sequence_mean`. `dppo`: a mask for tokens on which the policy and the behaviour policy "
         "diverge; see `loss.dppo`. `vespo`: a smooth function of a completion's importance weight; see "
         "`loss.vespo`. A custom function (`ObjectiveFunction` in `rlhf_pipeline.functional.objectives`) is also "
         "accepted; on the command line, specify `FILE.py:NAME`.",
@@ -812,13 +812,13 @@ class GRPO(Settings):
     )
     aggregation: Aggregation = setting(
         "token_mean",
-        help="How token losses are aggregated. `token_mean`: the mean over all tokens. `sequence_mean`: the mean over "
-        "completions of each completion's token mean. `group_mean`: the mean over groups of each group's token "
-        "mean, so every prompt has the same weight. `sequence_sum`: the mean over completions of each "
-        "completion's token sum. `dr_grpo` (Dr. GRPO): `sequence_sum` divided by a fixed length.",
+        help="How token losses are aggregated. `token_mean`: the mean over all tokens. `sequence_mean`: the token "
+        "mean of each completion, averaged over completions. `group_mean`: the token mean of each group, averaged "
+        "over groups, so every prompt has the same weight. `sequence_sum`: the token sum of each completion, averaged "
+        "over completions. `dr_grpo` (Dr. GRPO): `sequence_sum` divided by a fixed length.",
     )
     dppo: DPPO = setting(factory=DPPO, help="The trust region of `objective=dppo`.")
-    vespo: VESPO = setting(factory=VESPO, help="The weight of `objective=vespo`.")
+    vespo: VESPO = setting(factory=VESPO, help="Parameters of the weight function that `objective=vespo` uses.")
     entropy_coeff: float = setting(0.0, min=0, help="Weight of the entropy bonus in the objective.")
     kl_to_ref_coeff: float = setting(
         0.0,
@@ -873,8 +873,8 @@ class GRPO(Settings):
         None,
         above=0,
         help="Exclude a completion with a negative advantage from the policy loss if the mean of `behaviour log-prob - "
-        "current log-prob` over its tokens is above this value, in nats (DeepSeek-V3.2). Requires computing the "
-        "model's output head twice.",
+        "current log-prob` over its tokens is above this value, in nats (DeepSeek-V3.2). Requires evaluating "
+        "the model's output head twice.",
     )
     top_entropy_quantile: float = setting(
         1.0,
@@ -1002,8 +1002,8 @@ class Learn(Settings):
     lr_decay_steps: int | None = setting(
         None,
         min=1,
-        help="Optimizer step at which a decreasing learning rate reaches its final value; None uses the step after "
-        "`steps`. Set this field if the run may be extended later, so that an extension does not change the "
+        help="Optimizer step at which a decreasing learning rate reaches its final value; None uses `steps + 1`. "
+        "Set this field if the run may be extended later, so that an extension does not change the "
         "learning rate of earlier steps.",
     )
     weight_decay: float = setting(
@@ -1057,8 +1057,8 @@ class Learn(Settings):
     compile: Literal["auto", "on", "off"] = setting(
         "auto",
         help="Whether torch.compile fuses the elementwise kernels of norms and MLPs in a training step. Compilation "
-        "changes the results only by rounding. Sampling is never compiled. `auto` compiles on CUDA unless a compiled "
-        "module fails a comparison with the uncompiled module.",
+        "changes the results only by rounding errors. Sampling is never compiled. `auto` compiles on CUDA unless a "
+        "compiled module fails a comparison with the uncompiled module.",
     )
     stop_at_reward: float | None = setting(
         None,
@@ -1201,7 +1201,7 @@ class Pipeline(Settings):
     )
     evaluate: Evaluate | dict[str, Evaluate] | None = setting(
         None,
-        help="Evaluate the policy regularly on separate prompts, in one set or in several named sets, for example "
+        help="Evaluate the policy regularly on one set of held-out prompts or on several named sets, for example "
         '`{"gsm8k": Evaluate(...)}`; see docs/evaluation.md. None disables evaluation.',
     )
 

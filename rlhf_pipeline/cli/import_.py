@@ -56,7 +56,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--group",
         metavar="FIELD|N|none",
         help=(
-            "the field that identifies the group, or the number of consecutive rows per group; none makes each row a "
+            "the field that identifies the group, or the number of consecutive rows per group; `none` makes each row a "
             "separate group"
         ),
     )

@@ -70,7 +70,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="W",
-        help="relative share of each batch that comes from a store; specify one W per STORE, in the same order",
+        help=(
+            "relative share of each batch that comes from a store; specify one W per STORE, in the order of the stores"
+        ),
     )
     add_filter(command)
     add_skip_damaged(command)

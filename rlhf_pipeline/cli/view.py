@@ -56,7 +56,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--store",
         metavar="DIR",
-        help="keep the rows imported from one folder or file in this store (default: a temporary store)",
+        help="the store in which to keep the rows imported from one folder or file (default: a temporary store)",
     )
     command.add_argument("--port", type=natural, metavar="N", help="the port (default: any free port)")
 

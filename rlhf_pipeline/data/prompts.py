@@ -428,7 +428,7 @@ class Curriculum(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Settings):
-    """Several weighted sources. Each source contributes its share of any sequence of consecutive prompts.
+    """Several weighted sources. In any sequence of consecutive prompts, each source has its share.
 
     The weights alone determine the source of prompt number `cursor`; the seed and the number of earlier prompts of this
     source determine which of its prompts is used. A mixture therefore resumes like its sources, and no source waits for

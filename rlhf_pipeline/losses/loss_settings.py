@@ -58,7 +58,8 @@ class LossSettings(GRPO):
     decoupled: bool = setting(
         False,
         help='Read proximal log-probs from `("prox_log_probs", "full")`; if false, the behaviour log-probs also serve '
-        "as proximal log-probs. `tis_cap` and `icepop` compare the two. In a definition: true if one of them is set.",
+        "as proximal log-probs. `tis_cap` and `icepop` compare proximal with behaviour log-probs. In a definition: "
+        "true if `tis_cap` or `icepop` is set.",
     )
     max_completion_tokens: int | None = setting(
         None, help='The fixed length by which `dr_grpo` divides; not needed if the batch has `"loss_weight"`.'
@@ -76,7 +77,9 @@ class LossSettings(GRPO):
         "any objective), or `auto`.",
     )
     chunk_size: int | None = setting(
-        None, min=1, help="Number of rows per chunk of the head; None selects a number that suits the size of the head."
+        None,
+        min=1,
+        help="Number of rows that the head processes at a time; None selects a number that suits the size of the head.",
     )
     padding_side: Side = setting("right", help="The side on which all ragged leaves are padded.")
 

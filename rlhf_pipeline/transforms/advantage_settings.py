@@ -80,7 +80,7 @@ class AdvantageSettings(WritePath):
     rewards: dict[str, float] = setting(
         factory=dict,
         help="The names and weights of the rewards that a batch stores separately under the keys `reward_NAME`. "
-        "`gdpo`, and custom estimators that request them, use these rewards. Without names, the return is the only "
+        "`gdpo` uses these rewards, as do custom estimators that request them. Without names, the return is the only "
         "reward.",
     )
 

@@ -84,9 +84,7 @@ def parser() -> argparse.ArgumentParser:
     stats = add("stats", _stats, "count rows and bytes, and summarise each column")
     show = add("show", _show, "print the newest trajectories, newest last")
     show.add_argument("--num", type=int, default=3, help="number of trajectories to print (default: %(default)s)")
-    show.add_argument(
-        "--all", action="store_true", help="also print internal columns and values that were not supplied"
-    )
+    show.add_argument("--all", action="store_true", help="also print internal and empty columns")
     copy = add("copy", _copy, "copy all or part of a store into a new store")
     copy.add_argument("--to", required=True, help="the new store: a folder that does not exist, or a URL")
     copy.add_argument(

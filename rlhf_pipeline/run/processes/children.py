@@ -47,8 +47,8 @@ class SupervisorConfig(Settings):
     max_failures: int = setting(
         5,
         min=1,
-        help="Stop the run after this many consecutive failures of a process without a new step of the learner. A "
-        "stored rollout or a step resets the count.",
+        help="Stop the run after this many consecutive failures of a process if the learner completes no step "
+        "in the meantime. Progress of the process (a stored rollout or a step) resets the count.",
     )
     start_timeout_s: float = setting(
         300.0,
