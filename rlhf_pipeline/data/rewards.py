@@ -55,7 +55,7 @@ def answer_texts(answer: JsonValue) -> list[str]:
 
 
 def token_match(prompt: str, completion: str, answer: JsonValue, meta: Mapping[str, object]) -> float:
-    """Return the share of the answer's characters that are in the correct position, in [0, 1].
+    """Return the share of the answer's characters that the completion has at the same positions, in [0, 1].
 
     With several answers, the largest share is returned. Characters beyond the answer's length are errors, so additional
     length is not rewarded.
