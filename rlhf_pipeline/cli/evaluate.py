@@ -48,7 +48,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--group-size",
         type=positive,
         metavar="K",
-        help=("number of completions per prompt; pass@K requires at least K"),
+        help=("number of completions per prompt; pass@k is computed for values of k up to K"),
     )
     command.add_argument(
         "--temperature",

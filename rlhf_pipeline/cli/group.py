@@ -20,7 +20,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN|STORE", help="a run or a store")
     command.add_argument(
-        "group", nargs="?", type=natural, metavar="G", help=("the id of the group (default: the newest groups)")
+        "group", nargs="?", type=natural, metavar="G", help=("the id of the group (default: list the newest groups)")
     )
     add_json(command)
 
