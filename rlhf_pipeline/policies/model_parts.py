@@ -345,7 +345,7 @@ def _cache_refusal(trunk: nn.Module, config: Any, cache_type: Any) -> str | None
     if limits:
         low, high = min(limits)
         reason = (
-            f"its recurrence limits its time steps ({low} to {high}) in complete rows, but not in single steps "
+            f"its recurrence limits its time steps ({low} to {high}) for complete rows, but not for single tokens "
             "(huggingface/transformers#48989)"
         )
         if tuple(getattr(config, "time_step_limit", ())) == (0.0, math.inf):

@@ -190,7 +190,7 @@ def test_time_steps_limited_in_whole_rows_only_are_refused(
     name: str, changes: dict[str, object], make_model: Make
 ) -> None:
     """In single steps the layers of Mamba 2 ignore their limits, so sampled log-probs would be of another model."""
-    with pytest.raises(DefinitionError, match=r"limits its time steps \(0\.001 to .*\) in complete rows.*vLLM"):
+    with pytest.raises(DefinitionError, match=r"limits its time steps \(0\.001 to .*\) for complete rows.*vLLM"):
         TokenPolicy(make_model(name, **changes)).generate_groups([[5]], seed=0)
 
 
