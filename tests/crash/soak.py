@@ -262,11 +262,10 @@ class Soak:
         weights = [1 if role == "supervisor" else 2 for role in names]
         ((role, pid),) = self.rng.choices(list(names.items()), weights)
         if what == "kill":
-            self.send(pid, signal.SIGKILL)
+            self.kill(pid)
             what = f"kill {role}"
         elif what == "kill all":
-            for each in names.values():
-                self.send(each, signal.SIGKILL)
+            self.kill(*names.values())
         elif what == "kill a young one":
             self.supervisor.kill()
             self.start("--steps", "1000000")
@@ -288,6 +287,13 @@ class Soak:
             self.send(pid, number)
             what = f"{number.name} to {'all' if what == 'ask all' else role}"
         self.troubles[what] += 1
+
+    def kill(self, *pids: int) -> None:
+        """Kill processes, and wait until the supervisor has ended if it is one of them: it must not count as alive."""
+        for pid in pids:
+            self.send(pid, signal.SIGKILL)
+        if self.supervisor is not None and self.supervisor.pid in pids:
+            self.supervisor.kill()
 
     def send(self, pid: int, number: int) -> None:
         """Send a signal to a process that may be gone."""
@@ -318,6 +324,8 @@ class Soak:
 
     def stop(self) -> int:
         """Ask the run to stop, as a service manager does, and return its exit code."""
+        if self.asked is not None:
+            self.wait()  # another signal already ends it, whose exit code it would have
         self.restart_if_gone()
         assert self.supervisor is not None
         while alive(self.run_dir).get("supervisor") != self.supervisor.pid:
