@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_pipeline.run.folder import RunFolder
     from trajectory_store import CompactReport
 
-HELP = "merge the segments of a store to which no process is writing"
+HELP = "merge the segments of a store while no process is writing to it"
 DETAILS = """\
 Merges finished segments into fewer segments, keeps only the latest version of each updated value, and frees the space
 of older versions. Ids, order and values do not change, so a run resumes and replays as before. A zarr store is

@@ -31,7 +31,7 @@ examples:
   rlhf-pipeline view runs/mine/store
   rlhf-pipeline view rollouts.jsonl                all formats that `import` reads; no store is kept
   rlhf-pipeline view outputs/                      a folder that a trainer writes to, followed live
-  rlhf-pipeline view outputs/ --store kept/        as above, and keeps the rows in a store
+  rlhf-pipeline view outputs/ --store kept/        as above; the rows are kept in a store
   rlhf-pipeline view 'outputs/*.parquet' dump.zip  patterns, archives, folders of files
   rlhf-pipeline view chats.jsonl --field prompt=question --field completion=answer
 

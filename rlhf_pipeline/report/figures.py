@@ -150,7 +150,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "kl_k3", "nats/token", "the same divergence, estimated by `q/p - 1 - log(q/p)`, which is never negative"
             ),
             Figure(
-                "kl_per_trajectory", "nats", "mean over trajectories of the sum of k1 over the tokens of a trajectory"
+                "kl_per_trajectory",
+                "nats",
+                "mean over trajectories of the sum of `log p - log q` over the tokens of a trajectory",
             ),
         ),
     ),
