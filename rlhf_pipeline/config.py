@@ -1377,7 +1377,7 @@ class Pipeline(Settings):
             (
                 not (self.learn.reference_every and self.policy.lora_rank),
                 "learn.reference_every updates a reference model, but with policy.lora_rank there is none: the "
-                "reference is the model with its adapters disabled. Set one of the two to 0.",
+                "reference is the model with its adapters disabled. Set learn.reference_every=0 or policy.lora_rank=0.",
             ),
             (
                 self.collect.engine == "slots" or not self.policy.lora_rank,

@@ -56,8 +56,8 @@ def execute(args: argparse.Namespace) -> int:
         if store.being_written():
             raise RunExistsError(
                 f"a process is writing to {path}. The process merges small segments automatically, and its open "
-                "segment would not be merged. Stop it first. (With the zarr backend, a killed writer is considered "
-                "active for an hour.)"
+                "segment would not be merged. Stop the process first. (With the zarr backend, a killed writer is "
+                "considered active for an hour.)"
             )
         with progress_lines("compacting for {}; it can be stopped without loss"):
             report = store.compact()

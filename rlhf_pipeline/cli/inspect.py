@@ -146,7 +146,7 @@ def _check_lines(check: Answer) -> Iterator[str]:
             why = f" ({plain(item['error'])})" if item["error"] else ""
             yield f"      id {item['id']}: stored {number(item['stored'], 4)}, now {number(item['now'], 4)}{why}"
     elif check["trajectories"]:
-        yield f"    agrees: {count(check['trajectories'], 'trajectory')}; the function returns every stored reward"
+        yield f"    agrees: {count(check['trajectories'], 'trajectory')}; the function reproduces every stored reward"
     if check["rollouts_different"]:
         wrong = f"{check['rollouts_different']} of {count(check['rollouts'], 'rollout')}"
         yield f"    DISAGREES with metrics.jsonl: {wrong}"

@@ -239,7 +239,8 @@ def _sentence(
         first = difference.differences[0]
         sentence = (
             f"NOT the same as {source}: the {first.what} differs from step {first.first_step} on, in "
-            f"{first.num_steps} of {count(difference.num_both, 'step')}, by up to {first.largest:.1e} of its size"
+            f"{first.num_steps} of {count(difference.num_both, 'step')}; the largest relative difference is "
+            f"{first.largest:.1e}"
         )
     if weights is not None:
         sentence += f"; the weights after step {weights[0]} are {'byte-identical' if weights[1] else 'DIFFERENT'}"

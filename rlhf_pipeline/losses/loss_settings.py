@@ -148,13 +148,13 @@ KEYWORDS = frozenset({*_NAMES, *TORCHRL_DEFAULTS, *_RENAMED, *_PAIRS, "icepop_le
 """The keyword arguments of `GRPOLoss`: every setting, also in TorchRL's spelling."""
 
 _REFUSED = {
-    "critic_network": "GRPO has no critic; its baseline is the group. Omit it.",
+    "critic_network": "GRPO has no critic; its baseline is computed from the group. Omit critic_network.",
     "advantage_key": "use set_keys(advantage=...).",
     "value_key": "GRPO has no value network.",
     "separate_losses": "there is no critic to separate from.",
     "functional": "the parameters remain in the actor; there is no functional copy.",
-    "gamma": "GRPO has no discount; returns are computed on the write path. Omit it.",
-    "clip_value": "GRPO has no value network to clip. Omit it.",
+    "gamma": "GRPO has no discount; returns are computed on the write path. Omit gamma.",
+    "clip_value": "GRPO has no value network to clip. Omit clip_value.",
 }
 _HARMLESS = {"gamma": (None, 1), "clip_value": (None, False)}
 

@@ -110,7 +110,7 @@ class AdvantageSettings(WritePath):
                 (self.batch_groups is not None) == estimator_entry(self).by_batch,
                 f"estimator is {self.estimator!r} and batch_groups is {self.batch_groups}. "
                 f"{', '.join(BATCH_ESTIMATORS)} divide by the spread of a batch, so they need batch_groups, the "
-                "number of groups in a batch, for example in a rollout; other estimators do not use it.",
+                "number of groups in a batch (for example, in a rollout); other estimators do not use it.",
             ),
             (
                 (least or size) <= size,

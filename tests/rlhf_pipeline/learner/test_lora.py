@@ -40,7 +40,7 @@ def test_peft_missing_is_reported_with_the_command(monkeypatch):
 
 def test_a_moving_reference_and_adapters_exclude_each_other():
     """The reference of a LoRA policy is the policy itself, so it cannot move."""
-    with pytest.raises(DefinitionError, match=r"Set one of the two to 0"):
+    with pytest.raises(DefinitionError, match=r"Set learn\.reference_every=0 or policy\.lora_rank=0\."):
         pipeline(learn__reference_every="1")
 
 
