@@ -670,8 +670,8 @@ class Evaluate(Settings):
     best: str | None = setting(
         None,
         help="The metric by which the best weights are selected: `reward` (the mean), `pass@K` for any K up to "
-        "`group_size`, or the name of a reward or component. None uses `reward`. With several sets of prompts, the "
-        "best weights are selected on the set that specifies `best`, or on the first set if none does.",
+        "`group_size`, or the name of a reward or component. None uses `reward`. With several named evaluations, "
+        "the best weights are selected by the one that specifies `best`, or by the first one if none does.",
     )
     at_start: bool = setting(True, help="Whether to evaluate the initial weights of the run.")
     keep_best: bool = setting(
@@ -1201,8 +1201,8 @@ class Pipeline(Settings):
     )
     evaluate: Evaluate | dict[str, Evaluate] | None = setting(
         None,
-        help="Evaluate the policy regularly on one set of held-out prompts or on several named sets, for example "
-        '`{"gsm8k": Evaluate(...)}`; see docs/evaluation.md. None disables evaluation.',
+        help="Evaluate the policy regularly on held-out prompts. A dict specifies several named evaluations, for "
+        'example `{"gsm8k": Evaluate(...)}`; see docs/evaluation.md. None disables evaluation.',
     )
 
     def __post_init__(self) -> None:
@@ -1340,19 +1340,18 @@ class Pipeline(Settings):
             *(
                 (
                     not name or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_]*", name) is not None,
-                    f"the set name {name!r} in evaluate is not a valid folder name: use letters, digits and "
-                    "underscores.",
+                    f"the name {name!r} in evaluate is not a valid folder name: use letters, digits and underscores.",
                 )
                 for name in self.evaluations
             ),
             (
                 sum(evaluation.best is not None and evaluation.keep_best for evaluation in self.evaluations.values())
                 <= 1,
-                "several sets in evaluate specify `best`, but only one set may select the best checkpoint.",
+                "several evaluations specify `best`, but only one may select the best checkpoint.",
             ),
             (
                 self.evaluate is None or len(self.evaluations) > 0,
-                "evaluate is an empty dict. Add a set, or remove evaluate.",
+                "evaluate is an empty dict. Add an evaluation, or remove evaluate.",
             ),
             (
                 self.environment is None or not self.collect.prefill,

@@ -147,7 +147,7 @@ def test_sets_are_checked_and_set_by_name() -> None:
     named = Evaluate(prompts=questions(4, 8), best="cost")
     for wrong, said in (
         ({"a/b": named}, "not a valid folder name"),
-        ({"a": named, "b": replace(named, best="acc")}, "only one set may select"),
+        ({"a": named, "b": replace(named, best="acc")}, "several evaluations specify `best`, but only one may select"),
         ({}, "empty dict"),
         ({"a": 3}, "it must be"),
     ):
