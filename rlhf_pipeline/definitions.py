@@ -227,7 +227,7 @@ def _from_file(file: Path, function: str, spec: str) -> Definition:
     if inspect.isfunction(member):
         raise DefinitionError(
             f"{file}: {function}{inspect.signature(member)} takes arguments, but a definition must not. Write a "
-            "function without arguments that calls it."
+            f"function that calls {function} and takes no arguments."
         )
     names = [definition.function for definition in definitions]
     hint = did_you_mean(function, names) if names else _HOW_TO_DEFINE

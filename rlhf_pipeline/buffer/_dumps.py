@@ -67,5 +67,5 @@ def find_dump(path: Path) -> tuple[Path, int]:
     try:
         pointer = json.loads((path / _POINTER).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise MissingPathError(f"no complete dump at {path}: {_POINTER} is missing") from error
+        raise MissingPathError(f"there is no complete buffer dump at {path}: {_POINTER} is missing") from error
     return path / pointer["store"], int(pointer["first_slot"])

@@ -188,7 +188,7 @@ class TrajectorySampler(Sampler):
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> dict[str, Any] | None:
         """Write priorities to the store; TorchRL calls this after a learner step."""
         if storage is None:
-            raise DefinitionError("priorities are written to the store; pass its storage as storage=")
+            raise DefinitionError("priorities are written to the store; pass the buffer's storage as storage=")
         storage.set_priority(index, priority)
         return None
 

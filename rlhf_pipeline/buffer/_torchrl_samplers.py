@@ -197,5 +197,6 @@ def check_consuming(sampler: Any) -> None:
     if kind.__name__ == "ConsumingSampler" and not isinstance(sampler, TrajectorySampler):
         raise DefinitionError(
             "TorchRL's ConsumingSampler works only on lists and tensors; pass rlhf_pipeline.buffer.samplers."
-            f"ConsumingSampler(max_sample_count={sampler.max_sample_count}), which counts the uses in the store."
+            f"ConsumingSampler(max_sample_count={sampler.max_sample_count}), which records in the "
+            "store how often each row was used."
         )

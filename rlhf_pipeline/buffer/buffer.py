@@ -435,7 +435,7 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if at is not None and len(ids) < expected:
             raise DataError(
                 f"{expected - len(ids)} of the {expected} trajectories of this step are no longer in the store at "
-                f"{store.path}, so its batch cannot be drawn again; raise max_size to keep more."
+                f"{store.path}, so the batch cannot be drawn again; raise max_size to keep more."
             )
         ids = np.asarray(ids[max(len(ids) - expected, 0) :])
         ready = self.trajectories.ready(ids, None if values is store else values)
@@ -553,7 +553,7 @@ def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
         )
     writer = choice if isinstance(choice, Writer) else choice()
     if not isinstance(writer, Writer):
-        raise DefinitionError(f"writer returned a {type(writer).__name__}; pass a TorchRL Writer, or omit it.")
+        raise DefinitionError(f"writer returned a {type(writer).__name__}; pass a TorchRL Writer, or omit writer=.")
     if isinstance(writer, TensorDictMaxValueWriter):
         raise DefinitionError(
             "TensorDictMaxValueWriter keeps the best rows by overwriting the others, but a trajectory store never "

@@ -178,8 +178,8 @@ class AnchoredSampler(TrajectorySampler):
         super().__post_init__()
         if self.steps_per_rollout < 2:
             raise DefinitionError(
-                f"steps_per_rollout is {self.steps_per_rollout}; it must be at least 2, otherwise no step "
-                "remains for replay."
+                f"steps_per_rollout is {self.steps_per_rollout}; it must be at least 2, because otherwise no "
+                "step remains for replay."
             )
         self._newest = NewestSampler(steps_per_rollout=self.steps_per_rollout)
 
@@ -234,9 +234,9 @@ class FunctionSampler(TrajectorySampler):
         right = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not chosen.size) and len(chosen) <= most
         if not right or len(np.unique(chosen)) < len(chosen) or not np.isin(chosen, allowed).all():
             raise DefinitionError(
-                f"sample.strategy {function_name(self.function)} returned a {chosen.dtype} array of shape "
-                f"{list(chosen.shape)}; it must return at most {most} of the {len(allowed)} allowed positions, without "
-                "repeats."
+                f"sample.strategy {function_name(self.function)} returned an array of dtype "
+                f"{chosen.dtype} and shape {list(chosen.shape)}; it must return at most {most} of the "
+                f"{len(allowed)} allowed positions, without repeats."
             )
         return chosen.astype(np.int64)
 

@@ -711,7 +711,7 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
             row = int(outside.argmax())
             raise DataError(
                 f"{NUM_PROMPT_TOKENS!r} of trajectory {row} is {count[row]}; it must be between 0 and "
-                f"{int(lengths[row])}, the number of tokens of the trajectory"
+                f"{int(lengths[row])}, the number of tokens in the trajectory"
             )
 
 
@@ -766,7 +766,7 @@ def _derive_reward(columns: Trajectories, schema: Schema) -> None:
         if bool(elsewhere.any()):
             raise DataError(
                 "the batch has rewards on tokens other than the last, but the store has no column for them: create "
-                "it with schema=trajectory_schema(token_rewards=True)"
+                "the store with schema=trajectory_schema(token_rewards=True)"
             )
     if isinstance(task, Flat):
         stored_reward = outcomes(columns, task.values)

@@ -70,8 +70,8 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     if args.markdown and args.names:
         raise DefinitionError(
-            "--markdown prints a complete page: all settings, or `metrics`, `commands` or `errors`. Remove the "
-            "other names."
+            "--markdown prints a complete page. Specify no name (for all settings), or one of `metrics`, `commands` "
+            "and `errors`."
         )
     if args.markdown:
         echo_raw("\n".join(page()))

@@ -120,7 +120,8 @@ def _check_rerun(args: argparse.Namespace) -> None:
     typed = [name for name, value in values.items() if value not in (None, False, [])]
     if typed:
         raise DefinitionError(
-            f"{typed[0]} cannot be combined with --from-step, which repeats the recorded steps. Omit one of them."
+            f"{typed[0]} cannot be combined with --from-step, which repeats the recorded steps. Omit one of "
+            "the two options."
         )
 
 

@@ -118,8 +118,8 @@ def execute(args: argparse.Namespace) -> int:
             raise DefinitionError(f"--ray needs --collectors, the number of collectors: {run.again} --collectors 2")
         if args.learners is not None:
             raise DefinitionError(
-                f"--learners needs --collectors: {run.again} --collectors 1. Without collectors in separate "
-                "processes, use torchrun to share the steps of a run; see docs/learner.md."
+                f"--learners needs --collectors: {run.again} --collectors 1. To divide each step among several "
+                "processes without separate collectors, use torchrun; see docs/learner.md."
             )
         return conduct(run, "starting", args=args)
     learners = "a learner" if processes.learners == 1 else f"{processes.learners} learners"

@@ -204,7 +204,7 @@ class Collector:
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups}, but a rollout has {config.prompts_per_rollout} "
-                "groups. Set both to the same number, because each batch must consist of one rollout."
+                "groups. Set batch_groups to this number, because each batch must consist of one rollout."
             )
 
     def collect(

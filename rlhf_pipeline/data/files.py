@@ -197,8 +197,8 @@ def _container_of(path: Path, container: Container | None) -> Container:
         )
     if kind is None:
         raise DefinitionError(
-            f"{path}: neither the name nor the content identifies the format. Rename it to end in .jsonl, .json, .csv, "
-            ".parquet or .arrow, or use import --format jsonl."
+            f"{path}: neither the name nor the content identifies the format. Rename the file so that its name ends in "
+            ".jsonl, .json, .csv, .parquet or .arrow, or use import --format jsonl."
         )
     return kind
 

@@ -325,7 +325,7 @@ def rewards_of(reward: RewardFunction | Reward | Sequence[RewardFunction | Rewar
     labels = [r.name for r in rewards if r.name is not None]
     if len(set(labels)) < len(labels):
         raise DefinitionError(
-            f"two rewards have the same name: {', '.join(labels)}. Set a different Reward(..., name=) for each."
+            f"two rewards have the same name: {', '.join(labels)}. Give each a different name: Reward(..., name=NAME)."
         )
     labelled: list[Reward] = []
     for unlabelled in rewards:

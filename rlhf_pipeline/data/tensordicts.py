@@ -148,7 +148,10 @@ def _check_same_keys(entries: Sequence[dict[str, Any]], prefix: tuple[str, ...])
         if entry.keys() != entries[0].keys():
             odd = sorted(map(str, entry.keys() ^ entries[0].keys()))
             names = ", ".join(repr((*prefix, name)) if prefix else repr(name) for name in odd)
-            raise DataError(f"trajectory {i} of {len(entries)} and trajectory 0 do not have the same keys: {names}")
+            raise DataError(
+                f"trajectory {i} of {len(entries)} and trajectory 0 do not have the same keys. Keys in only one "
+                f"of them: {names}"
+            )
 
 
 def flatten_leaves(key: Key, column: list[Any], shared: dict[tuple[int, ...], Tensor] | None = None) -> Flat | Text:

@@ -46,7 +46,7 @@ def copy_store(
     """
     if "://" in str(to):
         raise DefinitionError(
-            f"the target of a copy must be a folder, but {to} is a URL, and a copy at a URL would not be atomic. "
+            f"the target of a copy must be a folder, but {to} is a URL, and copying to a URL would not be atomic. "
             "Specify a folder: --to FOLDER"
         )
     target = Path(to).expanduser()

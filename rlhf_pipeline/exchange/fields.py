@@ -144,8 +144,8 @@ class Fields:
         if not (is_certain or self.one_turn or self.for_display):
             raise DefinitionError(
                 "the completions are text, and the file does not record whether they contain text from an "
-                "environment. If each is a single turn, use --one-turn. Otherwise, export the token ids with a "
-                "mask of the sampled tokens."
+                "environment. If each completion is a single turn, use --one-turn. Otherwise, export the token ids "
+                "with a mask of the sampled tokens."
             )
         self.about["group"] = "consecutive rows with one prompt" if group is None else group.how
         meta_fields = meta if isinstance(meta, Mapping) else self.meta(*(meta or ()))

@@ -11,8 +11,8 @@ from rlhf_pipeline.errors import DataError, DefinitionError
 from trajectory_store.recorder.raw_rollout import RawRollout
 
 _NAME = (
-    "Specify the field that identifies the group: --group FIELD (a dotted path of the prompt), or the number of "
-    "consecutive rows per group: --group 8"
+    "Specify the field that identifies the group (--group FIELD; a dotted path selects a nested field), or the number "
+    "of consecutive rows per group (--group 8)"
 )
 
 
@@ -50,8 +50,8 @@ class FileGroups:
                 if self._checked and prompt_key in self._ungrouped_prompts:
                     fields = f" (the rows have the fields {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
-                        "a prompt reappears after other prompts, and no field identifies its group. "
-                        f"{_NAME}{fields}. If all rows of a prompt form one group: --group-by prompt. To keep the "
+                        f"a prompt reappears after other prompts, and no field identifies its group{fields}. "
+                        f"{_NAME}. If all rows of a prompt form one group: --group-by prompt. To keep the "
                         "groups unchanged: --group none"
                     )
                 self._ungrouped_prompts.add(prompt_key)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_pipeline.data.store_errors import as_ours
 from rlhf_pipeline.errors import DataError, DefinitionError, RunExistsError
-from trajectory_store import Schema, TrajectoryStore
+from trajectory_store import Column, Schema, TrajectoryStore
 from trajectory_store.recorder.source_ids import NAME, open_or_create, store_lock
 
 _SAME = ("input_ids", "assistant_mask", "log_probs", "task_reward", "policy_version", "group_id")
@@ -39,7 +39,7 @@ def open_target(path: Path, schema: Schema, *, durability: Any = None) -> Iterat
             fixed = ", ".join(column.name for column in lacking if not column.optional)
             if fixed:
                 raise DefinitionError(
-                    f"the store at {path} has no column {fixed}, which the import writes. Choose a new folder."
+                    f"the store at {path} lacks columns that the import writes: {fixed}. Choose a new folder."
                 )
             if lacking:
                 store.close()
@@ -55,9 +55,14 @@ def check_columns(store: TrajectoryStore, schema: Schema) -> None:
         stored = store.schema[column.name]
         if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):
             raise DefinitionError(
-                f"column '{column.name}' is {column.dtype} in the export and {stored.dtype} in {store.path}, or "
-                "their shapes differ. Import the exported rows into a separate folder."
+                f"column '{column.name}' is {_form(column)} in the export and {_form(stored)} in {store.path}. "
+                "Import the exported rows into a separate folder."
             )
+
+
+def _form(column: Column) -> str:
+    axis = f" on the axis '{column.axis}'" if column.axis else ""
+    return f"{column.dtype} of shape {list(column.shape)}{axis}"
 
 
 class ExistingRows:
@@ -96,8 +101,8 @@ class ExistingRows:
                     raise DataError(
                         f"{wheres[i]}: this trajectory is already in {self.store.path}, with a different {name}. "
                         "The file has changed since an earlier import, is read with other options, or has another "
-                        "origin. Import it into another store; to keep both in this store, import a copy of the file "
-                        "under another name."
+                        "origin. Import the file into another store; to keep both versions in this store, import a "
+                        "copy of the file under another name."
                     )
         return is_stored
 

@@ -431,7 +431,8 @@ def _length_baseline(r: torch.Tensor, index: torch.Tensor, groups: int, lengths:
     if lengths is None or lengths.shape != r.shape:
         shape = "None" if lengths is None else str(list(lengths.shape))
         raise DefinitionError(
-            f"estimator 'opo' weights returns by completion length: pass lengths of shape [{r.numel()}]; got {shape}."
+            f"the estimator 'opo' weights the returns by completion length: pass lengths of shape [{r.numel()}]; got "
+            f"{shape}."
         )
     weight_N = lengths.double()
     total_G = indexed_sum(weight_N, index, groups)
@@ -453,8 +454,8 @@ def whitened_step_rewards(rewards: torch.Tensor, group_ids: torch.Tensor, length
     """
     if int(lengths.sum()) != rewards.numel() or lengths.shape != group_ids.shape:
         raise DefinitionError(
-            f"lengths must have the shape of group_ids, {list(group_ids.shape)}, and its sum must be the number of "
-            f"rewards, {rewards.numel()}; it has shape {list(lengths.shape)} and sum {int(lengths.sum())}."
+            f"lengths must have the shape of group_ids, {list(group_ids.shape)}, and must sum to the number of "
+            f"rewards, {rewards.numel()}; got shape {list(lengths.shape)} and sum {int(lengths.sum())}."
         )
     return group_advantage(rewards, torch.repeat_interleave(group_ids, lengths), "grpo")
 
@@ -505,8 +506,8 @@ def turn_advantage(
     """
     if int(turns.sum()) != rewards.numel() or turns.shape != group_ids.shape:
         raise DefinitionError(
-            f"turns must have the shape of group_ids, {list(group_ids.shape)}, and its sum must be the number of "
-            f"rewards, {rewards.numel()}; it has shape {list(turns.shape)} and sum {int(turns.sum())}."
+            f"turns must have the shape of group_ids, {list(group_ids.shape)}, and must sum to the number of rewards, "
+            f"{rewards.numel()}; got shape {list(turns.shape)} and sum {int(turns.sum())}."
         )
     if not 0.0 <= discount <= 1.0:
         raise DefinitionError(f"discount is {discount}; it must be between 0 and 1.")

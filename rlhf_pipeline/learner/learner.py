@@ -170,7 +170,8 @@ class Learner:
         if "advantage" in schema and schema["advantage"].ragged:
             raise DefinitionError(
                 f"the store at {buffer.store.path} has an advantage per token, but a learner needs one per "
-                "trajectory. Use the column of trajectory_schema(), or sample the buffer and call the loss yourself."
+                "trajectory. Create the store with trajectory_schema(), or sample the buffer and call the loss "
+                "yourself."
             )
         self.config = config
         check_metrics(config.metrics)

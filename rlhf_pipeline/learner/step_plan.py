@@ -121,7 +121,7 @@ def check_reduction(loss: GRPOLoss) -> None:
     """Reject a loss whose reduction the fixed weights of a step would override."""
     if loss.settings.reduction != "mean":
         raise DefinitionError(
-            "the learner weights tokens by the counts of the complete step, but its loss has "
+            "the learner computes the token weights over the complete step, but its loss has "
             f"reduction={loss.settings.reduction!r}. Create the loss with reduction='mean', and choose the "
             "weighting with aggregation: token_mean, sequence_mean, group_mean, sequence_sum or dr_grpo."
         )

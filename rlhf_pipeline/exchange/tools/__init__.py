@@ -143,8 +143,8 @@ def verl(row: Fields) -> RawRollouts:
     if values.get("overlong_reward") is not None and "reward" not in row.field_paths and not evaluation:
         raise DefinitionError(
             "the rows have score and overlong_reward, and verl's DAPO manager writes the score with or without "
-            "the penalty. Choose one: --field reward=score (for a reward function that returns a number) or --field "
-            "reward=score+overlong_reward (for a function that returns a dict)"
+            "the overlong penalty. Choose one: --field reward=score (for a reward function that returns a number) or "
+            "--field reward=score+overlong_reward (for a function that returns a dict)"
         )
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
     by_prompt = DerivedField("step, input and gts", (step, "input", str(values["input"]), str(values["gts"])))
@@ -845,7 +845,7 @@ def rows(row: Fields) -> RawRollouts:
     if lacks:
         raise DefinitionError(
             f"there is no field for {', '.join(lacks)}. {row.describe_row()} Specify the field: --field "
-            f"{lacks[0]}=NAME (a dotted path selects a nested field; none ignores a field)"
+            f"{lacks[0]}=NAME (a dotted path selects a nested field; `none` omits the value)"
         )
     if talk is not None:
         yield _conversation(row, talk, names)

@@ -106,8 +106,7 @@ class RolloutModel:
         most = self.max_positions
         if most is not None and longest + max_new_tokens > most:
             raise DataError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new tokens do not fit in the model's {most} "
-                "positions. "
+                f"a prompt of {longest} tokens plus {max_new_tokens} new tokens exceeds the model's {most} positions. "
                 + (
                     f"Drop prompts of more than {most - max_new_tokens} tokens, or lower max_new_tokens."
                     if max_new_tokens < most

@@ -118,8 +118,8 @@ class ChatTrajectories(Transform):
                     count = "no" if value is None else value.numel()
                     raise DataError(
                         f"Turn {number} has {count} log-probs for {len(sampled)} sampled tokens. Sample with "
-                        "return_log_probs=True, or pass keep_log_probs=False and score them with RetrieveLogProb's "
-                        "behaviour_model."
+                        "return_log_probs=True, or pass keep_log_probs=False and score the tokens with "
+                        "RetrieveLogProb's behaviour_model."
                     )
                 value = value.reshape(-1)[sampled].float()
                 scores[len(prompt) : end] = value
@@ -181,7 +181,7 @@ class ChatTrajectories(Transform):
             raise DataError(
                 f"The first sampled token of each of the {len(first)} turns has log-prob 0: TorchRL's "
                 "TransformersWrapper sets it to 0. Sample with as_policy(wrapper) from rlhf_pipeline.interop.torchrl, "
-                "or pass keep_log_probs=False and score them with RetrieveLogProb's behaviour_model."
+                "or pass keep_log_probs=False and score the tokens with RetrieveLogProb's behaviour_model."
             )
 
 

@@ -235,7 +235,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         if len(source.batch_size) != 1:
             raise DataError(
                 f"The batch size is {list(tensordict.batch_size)}; a policy accepts one batch dimension. "
-                "Flatten it with td.reshape(-1) first."
+                "Flatten the TensorDict with td.reshape(-1) first."
             )
         result = self._sample_td(source) if self.generate else self._score_td(source, logits_only)
         members = self.num_samples if self.generate else None

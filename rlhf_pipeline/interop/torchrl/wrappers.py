@@ -74,7 +74,7 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return CausalLMPolicy(model)
     raise DefinitionError(
-        f"{owner} got a {type(model).__name__}. Pass a CausalLMPolicy, a causal language model of transformers, or "
+        f"{owner} got a {type(model).__name__}. Pass a CausalLMPolicy, a causal language model from transformers, or "
         "TorchRL's TransformersWrapper or vLLMWrapper."
     )
 
@@ -96,8 +96,8 @@ class WrapperAdapter:
         if not isinstance(inner, nn.Module):
             as_policy(model, "GRPOLoss")
             raise DefinitionError(
-                f"GRPOLoss got a {type(model).__name__} around an engine that provides no gradients. Train a "
-                "CausalLMPolicy and send its weights to the engine."
+                f"GRPOLoss got a {type(model).__name__} that wraps an engine, which provides no gradients. Train "
+                "a CausalLMPolicy and send its weights to the engine."
             )
         base: Any = getattr(inner, "get_base_model", lambda: inner)()  # inside peft's wrapper
         plain = methods_are_of(model, "torchrl", _SCORES) and methods_are_of(base, "transformers", ("forward",))
@@ -231,8 +231,8 @@ class EnginePolicy:
         temperature = self.temperature if temperature is None else temperature
         if temperature not in (0.0, 1.0):
             raise DefinitionError(
-                f"{self._name()} scores at temperature 1, but {temperature} is needed. Score with a CausalLMPolicy "
-                "with the same weights at that temperature, or sample at 1."
+                f"{self._name()} scores at temperature 1, but {temperature} is needed. Score at that temperature "
+                "with a CausalLMPolicy that has the same weights, or sample at temperature 1."
             )
         if self._scorer is None:
             self._scorer = self._version(generate=False, return_log_probs=True, generate_kwargs=None)
@@ -250,7 +250,7 @@ class EnginePolicy:
         if bool(bad.any()):
             raise DataError(
                 f"{self._name()} returned no finite log-prob for {int(bad.sum())} of {int(scored.sum())} tokens. "
-                "Request prompt_logprobs from the engine, or score with a CausalLMPolicy with the same weights."
+                "Request prompt_logprobs from the engine, or score with a CausalLMPolicy that has the same weights."
             )
         return torch.where(scored, out, 0.0)
 
@@ -314,7 +314,7 @@ class EnginePolicy:
         if temperature not in (0.0, 1.0) and engine != "processed_logprobs":
             raise DefinitionError(
                 f"{self._name()} samples at temperature {temperature}, but reports log-probs at temperature 1. Sample "
-                "at 1, or "
+                "at temperature 1, or "
                 'create the engine with logprobs_mode="processed_logprobs".'
             )
 

@@ -235,7 +235,7 @@ class HTTPEngine:
                     raise DataError(f"the weights in {folder} no longer exist.")
                 raise EngineError(
                     f"the server at {self.name} could not load the weights in {folder} ({status}: {_short(reply)}). "
-                    "It must be able to read that folder under the same path. It is paused until it receives "
+                    "The server must be able to read the folder at this path. It is paused until it receives "
                     "complete weights: repeat the command with --resume."
                 )
             self._ask("POST", "/update_weight_version", {"new_version": label})
@@ -282,7 +282,7 @@ class HTTPEngine:
         if number is None:
             raise EngineError(
                 f"the server at {self.name} sampled with weights labelled {label!r}, which this run did not load. "
-                "Does another run use it, or was it restarted? Use a separate server for each run."
+                "Does another run use the server, or was it restarted? Use a separate server for each run."
             )
         return number
 

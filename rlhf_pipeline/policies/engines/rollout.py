@@ -238,9 +238,9 @@ class EngineRollout:
         """Reject a log-prob that is not finite."""
         if not math.isfinite(log_prob):
             raise DataError(
-                f"The model's logits are not finite at token {token} of a completion of prompt {prompt}. Its weights "
-                "have diverged or overflow their dtype: load an earlier checkpoint, lower the learning rate, or use "
-                "float32."
+                f"The model's logits are not finite at token {token} of a completion of prompt {prompt}. The "
+                "weights have diverged or overflow their dtype: load an earlier checkpoint, lower the learning rate, "
+                "or use float32."
             )
 
     def at_stop(self, rows: Int64Array) -> npt.NDArray[np.bool_]:

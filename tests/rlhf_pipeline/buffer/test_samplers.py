@@ -283,7 +283,7 @@ def test_anchored_takes_a_rollout_whole_and_then_replays(storage):
     late = np.isin(np.arange(12), [0, 1, 4, 5])
     assert pick(sampler, storage, 12, version=6, newest=late) == [0, 1, 4, 5]
     assert pick(sampler, storage, 4, version=7, step=step, newest=late) == drawn
-    with pytest.raises(DefinitionError, match="must be at least 2, otherwise no step remains for replay"):
+    with pytest.raises(DefinitionError, match="must be at least 2, because otherwise no step remains for replay"):
         as_sampler("anchored", steps_per_rollout=1)
 
 

@@ -206,7 +206,9 @@ def test_exports_whose_columns_differ(tmp_path: Path):
         with TrajectoryStore.create(tmp_path / name, trajectory_schema([Column("x", dtype, fill=0)])) as store:
             store.append({"input_ids": [[1]], "trajectory_id": [ord(name)], "x": [value]})
         export_store(tmp_path / name, tmp_path / f"{name}.jsonl")
-    with pytest.raises(DefinitionError, match=r"column 'x' is float64 in the export and int64 in "):
+    with pytest.raises(
+        DefinitionError, match=r"'x' is float64 of shape \[\] in the export and int64 of shape \[\] in "
+    ):
         import_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "c")
     with TrajectoryStore.open(tmp_path / "c") as store:
         assert store.read_scalars("x").tolist() == [1]

@@ -104,7 +104,8 @@ def test_groups_of_one_are_refused(tmp_path: Path, jsonl: Write):
     rows = [{"prompt_ids": [i % 2], "completion_ids": [i], "reward": i / 4, "of": {"prompt": i % 2}} for i in range(4)]
     file = jsonl(rows)
     with pytest.raises(
-        DefinitionError, match=r":3: a prompt reappears after other prompts.*--group FIELD.*the rows have of\)"
+        DefinitionError,
+        match=r":3: a prompt reappears after other prompts.* \(the rows have the fields of\)\..*--group FIELD",
     ):
         import_files([file], tmp_path / "store")
     assert not (tmp_path / "store").exists()
