@@ -14,10 +14,9 @@ from rlhf_pipeline.report.formatting import duration
 
 HELP = "create a small untrained model from a text file, or a model folder from a GGUF file"
 DETAILS = """\
-Trains a tokenizer on the text, and writes a checkpoint folder that contains this tokenizer and a small untrained
-causal language model. transformers can load the folder. With --gguf, dequantizes the model in a GGUF file to float32,
-and writes the model to a checkpoint folder.
-Nothing is downloaded.
+Trains a tokenizer on the text, and writes a model folder that contains this tokenizer and a small untrained causal
+language model. transformers can load the folder. With --gguf, writes the model in a GGUF file to a model folder,
+dequantized to float32. Nothing is downloaded.
 
 examples:
   rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4
@@ -27,7 +26,7 @@ examples:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    command.add_argument("folder", metavar="FOLDER", help="the checkpoint folder; must not exist yet")
+    command.add_argument("folder", metavar="FOLDER", help="the model folder; must not exist yet")
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--text", metavar="FILE", help="the text file on which to train the tokenizer of the untrained model"

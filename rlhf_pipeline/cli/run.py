@@ -31,7 +31,8 @@ examples:
   rlhf-pipeline run long_running --collectors 8 --learners 2 --ray auto --out s3://bucket/run
 
 On Ctrl-C, the run finishes the current step, saves a checkpoint, and prints the command that resumes the run. After
-a crash, --resume continues from the last checkpoint. Trajectories stored since then are reused, not resampled."""
+a crash, --resume continues from the last checkpoint. Trajectories stored after that checkpoint are reused, not
+resampled."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
