@@ -276,7 +276,7 @@ def _import(
     """Write the rows of files into the report's store, and count them."""
     exported = [item.reader for item in plan if isinstance(item.reader, Schema)]
     if exported and len(exported) != len(plan):
-        raise DefinitionError("exports of a store and other files cannot be imported in one command.")
+        raise DefinitionError("store exports and other files cannot be imported in one command.")
     columns = {column.name: column for schema in exported[::-1] for column in schema}
     checked: list[tuple[_Item, bool]] = []
     has_evaluations = False

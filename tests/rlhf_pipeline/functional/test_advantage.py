@@ -156,7 +156,7 @@ def test_step_rewards_are_whitened_over_the_steps_of_the_group():
     [
         ((RETURNS, GROUPS, "grpoo"), "Did you mean 'grpo'"),
         ((RETURNS, GROUPS[:2]), "must both have shape"),
-        ((torch.tensor([1.0, float("nan")]), torch.tensor([0, 0])), "return 1 is nan"),
+        ((torch.tensor([1.0, float("nan")]), torch.tensor([0, 0])), r"returns\[1\] is nan"),
         ((RETURNS, GROUPS, "opo"), "pass lengths"),
     ],
 )
