@@ -14,8 +14,8 @@ HELP = "copy a store, or part of it, to a new store with either backend"
 DETAILS = """\
 Copies all columns of the trajectories, in order of arrival, with updates applied. The copy is a separate store with
 new row ids; it is not a run. The values of trajectory_id do not change. With --backend zarr, the copy is sealed: it
-consists of sharded, zstd-compressed Zarr groups that any Zarr library can read, at half the size or less. Filters have
-the same syntax as for `export`.
+consists of sharded, zstd-compressed Zarr groups that any Zarr library can read, and its size is at most half that of a
+memmap store. Filters have the same syntax as for `export`.
 
 examples:
   rlhf-pipeline copy runs/copy_digits --to archive --backend zarr

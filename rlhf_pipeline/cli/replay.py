@@ -42,7 +42,7 @@ examples:
   rlhf-pipeline replay runs/copy_digits                     reproduce the learning curve from the store
   rlhf-pipeline replay runs/solutions --set policy.path=model --epochs 2
   rlhf-pipeline replay runs/a runs/b --weight 3 --weight 1 --filter 'reward>=0.5' --steps 200
-  rlhf-pipeline replay runs/copy_digits --from-step 95      repeat steps 95 and later from a checkpoint
+  rlhf-pipeline replay runs/copy_digits --from-step 95      repeat step 95 and later steps from a checkpoint
                                                             and the ledger; the run is not modified
 
 The exit code is 1 if results that should be the same differ."""
