@@ -158,7 +158,10 @@ OUTCOMES: Final = (
     Outcome(
         name="engine aborted",
         what="another client, or a restart of the server, aborts the request",
-        then="restarts (`collect.retries`); otherwise the run ends, and `--resume` samples the rollout again",
+        then=(
+            "restarts (`collect.retries`); when no retries are left, the run ends, "
+            "and `--resume` samples the rollout again"
+        ),
         reward="from the next attempt",
     ),
 )
