@@ -198,15 +198,15 @@ class Collect(Settings):
         32,
         min=0,
         help="For an environment with `async def step` or `parallel = True`: number of sampling steps (one token per "
-        "slot) between the end of a turn and the step that uses the reply. Calls run in the meantime, and sampling "
-        "waits only for replies that are due. Which rows share a batch therefore depends only on the data, not on the "
-        "duration of the calls.",
+        "slot) between the end of a turn and the step that uses the reply. Calls to the environment run in the "
+        "meantime, and sampling waits only for replies that are due. Which rows share a batch therefore depends only "
+        "on the data, not on the duration of the calls.",
     )
     call_threads: int = setting(
         256,
         min=1,
-        help="Maximum number of threads for reward functions, environments and tools; each conversation always uses "
-        "the same thread.",
+        help="Maximum number of threads for reward functions, environments and tools; all calls of a "
+        "conversation run in one thread.",
     )
     live_conversations: int | None = setting(
         None,
@@ -217,8 +217,8 @@ class Collect(Settings):
     history: Literal["sampled", "rewritten"] = setting(
         "sampled",
         help="How earlier turns of a conversation are passed to the policy if the chat template rewrites them, for "
-        "example by removing their thinking. `sampled` passes the tokens that the policy sampled, and continues "
-        "the row. `rewritten` passes the output of the template, and starts a new row of the episode if the "
+        "example by removing the thinking from them. `sampled` passes the tokens that the policy sampled, and "
+        "continues the row. `rewritten` passes the output of the template, and starts a new row of the episode if the "
         "output differs from the current row. See docs/environments.md.",
     )
     max_reply_tokens: int | None = setting(
@@ -293,7 +293,7 @@ class Collect(Settings):
         "slots",
         help="The sampling engine. `slots` is built in. `vllm` requires the extra `vllm`. Both run in the collector's "
         "process. `http://HOST:PORT` is the address of a vLLM server. See docs/engines.md for how to start each "
-        "engine and how reproducible runs with it are.",
+        "engine, and for the reproducibility of its results.",
     )
     engine_memory: float = setting(
         0.5,
@@ -544,8 +544,8 @@ class Sample(Settings):
         None,
         above=0,
         max=1,
-        help="The effective sample size is computed separately for the trajectories of each age. If it is below this "
-        "share of their tokens, these trajectories have a lower weight in the loss; see "
+        help="Threshold for the effective sample size of the trajectories of each age, as a share of the number of "
+        "their tokens. If the size is below the threshold, these trajectories have a lower weight in the loss; see "
         "`rlhf_pipeline.learner.ess_guard`. Requires an additional forward pass for a stale batch. None weights all "
         "trajectories equally.",
     )
@@ -553,8 +553,8 @@ class Sample(Settings):
         0.1,
         min=0,
         max=1,
-        help="Exclude the trajectories of an age if their effective sample size is below this share of their tokens. "
-        "Requires `min_ess`.",
+        help="Exclude the trajectories of an age from the loss if their effective sample size, as a share of the "
+        "number of their tokens, is below this value. Requires `min_ess`.",
     )
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -665,7 +665,7 @@ class Evaluate(Settings):
         ),
     )
     success_at: float = setting(
-        1.0, help="The minimum value of `success` at which pass@k counts a completion as correct."
+        1.0, help="The minimum reward at which pass@k counts a completion as correct; see `success`."
     )
     best: str | None = setting(
         None,
@@ -677,7 +677,8 @@ class Evaluate(Settings):
     keep_best: bool = setting(
         True,
         help="Save a checkpoint of the best evaluated weights, and keep this checkpoint in addition to the newest "
-        "checkpoints. The best weights have the highest value of `best`; in a tie, the earliest are kept.",
+        "checkpoints. The best weights have the highest value of the metric that `best` specifies; in a tie, the "
+        "earliest are kept.",
     )
 
     def sampling(self, collect: Collect) -> Collect:
@@ -1051,7 +1052,7 @@ class Learn(Settings):
         "auto",
         help="How trajectories share a forward pass. `padded`: rows of similar length are padded to the length of the "
         "longest row. `packed`: rows are packed end to end without padding. `prefix_shared`: rows are packed, and the "
-        "prompt of a group is computed once. `auto` uses `prefix_shared` if it requires less computation and the "
+        "prompt of each group is processed once. `auto` uses `prefix_shared` if it requires less computation and the "
         "model supports it, otherwise `padded`.",
     )
     compile: Literal["auto", "on", "off"] = setting(
@@ -1083,8 +1084,8 @@ class Learn(Settings):
     keep_token_figures: bool = setting(
         False,
         help="Store the policy's log-prob and entropy for each token that a step uses, so that `view` can show the "
-        "ratio and entropy. A later step that uses the token replaces the values. Requires an additional forward "
-        "pass per step and 8 bytes per token.",
+        "token's probability ratio and entropy. A later step that uses the token replaces the values. Requires an "
+        "additional forward pass per step and 8 bytes per token.",
     )
     logger: Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"] | None = setting(
         None,

@@ -7,7 +7,7 @@ import re
 
 from rlhf_pipeline.cli.parser import add_process_options
 
-HELP = "collect rollouts for a run in a separate process"
+HELP = "collect rollouts for a run, in a separate process"
 DETAILS = """\
 A collector claims rollouts one at a time, samples each with the newest weights that the learner has
 published, and stores it. Any number of collectors can work on the same run. You can stop or kill a collector

@@ -23,7 +23,7 @@ HELP = "merge the segments of a store while no process is writing to it"
 DETAILS = """\
 Merges finished segments into fewer segments, keeps only the latest version of each updated value, and frees the space
 of older versions. Ids, order and values do not change, so a run resumes and replays as before. A zarr store is
-converted to sharded, zstd-compressed groups. Until the command ends, the disk contains both the old and the new
+converted to sharded, zstd-compressed Zarr groups. Until the command ends, the disk contains both the old and the new
 segments. You can stop the command at any time, and other processes can read the store while it is running. The
 command rejects a store to which a run, an import or a recorder is writing.
 

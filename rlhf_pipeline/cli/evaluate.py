@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 HELP = "evaluate a checkpoint of a run, or a model folder, on held-out prompts"
 DETAILS = """\
-Samples completions for the prompts in the definition's evaluate=Evaluate(...), or in --prompts, and grades them with
-the definition's reward function. Reports the mean reward with a 95 % confidence interval over prompts, pass@k and the
-mean length. The rows are stored with the run's evaluations, marked as evaluation rows, and never used for training.
+Samples completions for the prompts in the definition's evaluate=Evaluate(...), or in the --prompts file, and grades the
+completions with the definition's reward function. Reports the mean reward (with a 95 % confidence interval over
+prompts), pass@k and the mean length. The rows are stored with the run's evaluations, marked as evaluation rows, and
+never used for training.
 Rows that are already stored are reused, not sampled again.
 
 examples:

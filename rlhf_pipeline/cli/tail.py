@@ -39,7 +39,7 @@ examples:
   rlhf-pipeline tail runs/mine/store -n 50 --filter 'finish_reason==failed'
 
 Filters have the same syntax as for `export`. --follow only reads and does not block other processes. While
-`tail` is running, other processes can append and evict rows and compact the store."""
+`tail` is running, other processes can append rows, evict rows and compact the store."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

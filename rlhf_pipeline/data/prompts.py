@@ -278,7 +278,7 @@ class Prompts(Settings):
     )
     system: str | None = setting(
         None,
-        help="A system message that is inserted before every prompt without a system message. Requires a chat "
+        help="A system message that is inserted before every prompt that does not contain one. Requires a chat "
         "template.",
     )
     shuffle: bool = setting(True, help="Reshuffle the rows in every epoch; false keeps their order.")
@@ -428,7 +428,7 @@ class Curriculum(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Settings):
-    """Several weighted sources. In any sequence of consecutive prompts, each source has its share.
+    """Several sources. In any sequence of consecutive prompts, each has about the share that its weight specifies.
 
     The weights alone determine the source of prompt number `cursor`; the seed and the number of earlier prompts of this
     source determine which of its prompts is used. A mixture therefore resumes like its sources, and no source waits for

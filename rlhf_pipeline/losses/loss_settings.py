@@ -31,8 +31,8 @@ class LossSettings(GRPO):
     samples_mc_entropy: int = setting(
         1,
         min=1,
-        help="Number of samples for the entropy of a TorchRL distribution without a closed form. The entropy of a "
-        "language model's head is exact and needs no samples.",
+        help="Number of samples for the entropy of a TorchRL distribution whose entropy has no closed form. The "
+        "entropy of a language model's head is exact and needs no samples.",
     )
     reduction: Literal["mean", "sum", "none"] = setting(
         "mean",
@@ -47,7 +47,7 @@ class LossSettings(GRPO):
         "the weights do not change.",
     )
     kl_to_inference_coeff: float = setting(
-        0.0, min=0, help="Weight of the KL divergence from the behaviour policy in the loss."
+        0.0, min=0, help="Weight of the loss term for the KL divergence from the behaviour policy."
     )
     masking_strategy: MaskingStrategy = setting(
         "rlhf",

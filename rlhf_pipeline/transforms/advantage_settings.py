@@ -39,12 +39,14 @@ class AdvantageSettings(WritePath):
         "tensor; under the keys `prompt`, `query` and `text`, it must be a string. None tries these three keys and "
         '`("tokens", "prompt")`.',
     )
-    rewards_key: Key = setting(REWARD, help="Key of the rewards. If missing, `task_reward` is used.")
+    rewards_key: Key = setting(
+        REWARD, help="Key of the rewards. Without rewards under this key, `task_reward` is used."
+    )
     advantage_key: Key = setting(ADVANTAGE, help="Key of the advantage.")
     done_key: Key = setting(
         DONE,
-        help="Key of the flag that is true at the last step of a trajectory. If missing, every row is a complete "
-        "trajectory.",
+        help="Key of the flag that is true at the last step of a trajectory. Without the flag, every row is a "
+        "complete trajectory.",
     )
     verbose: bool = setting(False, help="Log a line for every batch of complete groups.")
     trajectory_return: Literal["sum", "mean", "max"] | None = setting(

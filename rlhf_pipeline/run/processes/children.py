@@ -66,7 +66,8 @@ class SupervisorConfig(Settings):
         None,
         min=0,
         help="Kill a process that spends more than this many seconds on one rollout or step, for example in a hanging "
-        "reward function. None sets no limit, because the duration depends on the task.",
+        "reward function. None, the default, sets no limit, because the duration depends on the "
+        "task.",
     )
     stop_timeout_s: float = setting(
         120.0,
