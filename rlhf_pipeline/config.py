@@ -610,7 +610,8 @@ class Replay(Settings):
         return [
             (
                 not self.weights or not self.stores or len(self.weights) == len(self.stores),
-                f"{len(self.weights)} weights for {len(self.stores)} stores. Set one weight per store, or none.",
+                f"weights must be empty or contain one value per store: expected {len(self.stores)}, got "
+                f"{len(self.weights)}.",
             ),
             (
                 not self.recorded_order or (len(self.stores) <= 1 and self.epochs is None),

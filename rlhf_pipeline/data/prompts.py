@@ -462,7 +462,8 @@ class Mix(Settings):
             (len(self.sources) > 0, "there are no sources."),
             (
                 len(self.weights) in (0, len(self.sources)),
-                f"{len(self.weights)} weights for {len(self.sources)} sources; set one weight per source, or none.",
+                f"weights must be empty or contain one value per source: expected {len(self.sources)}, got "
+                f"{len(self.weights)}.",
             ),
             (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; set them equal in all sources."),
         ]

@@ -394,7 +394,7 @@ def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> Model
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _refuse(
             model,
-            f"its forward pass of {length} tokens fails in {weight.dtype} ({reason})",
+            f"its forward pass over {length} tokens fails in {weight.dtype} ({reason})",
             "Check its config, or load it in another dtype.",
         ) from error
     for model_logits, expected in pairs:

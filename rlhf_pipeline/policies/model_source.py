@@ -84,8 +84,8 @@ def empty_folder(path: str | os.PathLike[str]) -> Path:
     target = Path(path).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DefinitionError(
-            f"{target} already exists and is not an empty folder. Choose another folder, or remove it with `rm -r "
-            f"{target}` if you do not need its files."
+            f"{target} already exists and is not an empty folder. Choose another folder, or remove {target} if "
+            f"you do not need its files: rm -r {target}"
         )
     return target
 

@@ -392,7 +392,7 @@ def _packed(parts: ModelParts, batch: HostBatch, packing: Packing) -> ScoringRow
         hidden = hidden_of_rows(parts, on_device[0][None], on_device[1][None], **{ARGUMENT: segments})[0]
     if segments.calls < parts.num_layers:
         raise PackedUnsupported(
-            f"only {segments.calls} of its {parts.num_layers} layers use the attention function that was set"
+            f"only {segments.calls} of its {parts.num_layers} layers use the attention function for packed rows"
         )
     return ScoringRows(hidden.index_select(0, on_device[2]), *on_device[3:])
 

@@ -28,7 +28,9 @@ class StopStrings:
         if tokenizer is None:
             raise DefinitionError("stop strings need a tokenizer, but the policy has none.")
         if not texts or not all(texts):
-            raise DefinitionError(f"stop strings are {list(texts)}; there must be at least one, and none may be empty.")
+            raise DefinitionError(
+                f"the stop strings are {list(texts)}; there must be at least one, and none may be empty."
+            )
         self.tokenizer = tokenizer
         self.texts = tuple(texts)
         # A token is at least one byte, except for a few that end a character.

@@ -49,7 +49,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         loaded, info = load(path, dtype=next(model.parameters()).dtype, output_loading_info=True)
         wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
         if wrong:
-            raise RuntimeError(f"{len(wrong)} weights do not match, for example {wrong[0]!r}") from None
+            raise RuntimeError(f"some weights do not match, for example {wrong[0]!r} ({len(wrong)} in total)") from None
         _check_shapes(model, loaded.state_dict())
         model.load_state_dict(loaded.state_dict())
 
@@ -98,5 +98,5 @@ def _load_adapters(path: Path, model: nn.Module) -> None:
     saved = load_file(path / "adapter_model.safetensors")
     wrong = get_peft_model_state_dict(model).keys() ^ saved.keys()
     if wrong:
-        raise RuntimeError(f"{len(wrong)} adapters do not match, for example {sorted(wrong)[0]!r}")
+        raise RuntimeError(f"some adapters do not match, for example {sorted(wrong)[0]!r} ({len(wrong)} in total)")
     set_peft_model_state_dict(model, saved)

@@ -100,10 +100,10 @@ def _context(text: str, row: int, path: Address) -> Context:
         data: Any = json.loads(text)
     except ValueError as error:
         raise DataError(
-            f"{path}: the column `meta` of trajectory {row} is not JSON ({error}): {text[:60]!r}"
+            f"{path}: column `meta`: the value of trajectory {row} is not JSON ({error}): {text[:60]!r}"
         ) from error
     if not isinstance(data, dict):
-        raise DataError(f"{path}: the column `meta` of trajectory {row} is not a JSON object: {text[:60]!r}")
+        raise DataError(f"{path}: column `meta`: the value of trajectory {row} is not a JSON object: {text[:60]!r}")
     answer, meta, failure = data.get("answer"), data.get("prompt"), data.get("error")
     talk, messages = data.get("graded") or {}, data.get("messages")
     if talk:

@@ -136,7 +136,7 @@ class RunFolder:
         if not changed_files:
             return None
         where = " and ".join(changed_files)
-        return f"its line for step {step} in {where} belongs to another run"
+        return f"the line for step {step} in {where} belongs to another run"
 
     def saved(self) -> list[Path]:
         """Return the checkpoints, whole or not, oldest first; at a URL only their names are here until `bring`."""

@@ -46,9 +46,8 @@ def open_run_or_store(path: Address) -> tuple[RunFolder | None, Address]:
             )
         if not is_store(run.store_path):
             raise MissingPathError(
-                f"the run {folder} has not stored any trajectories yet: there is no store at {run.store_path}. If it "
-                "stopped "
-                f"early, continue it: rlhf-pipeline run --resume --out {typed(folder)}"
+                f"the run {folder} has not stored any trajectories yet: there is no store at {run.store_path}. If "
+                f"the run stopped early, continue it: rlhf-pipeline run --resume --out {typed(folder)}"
             )
         return run, run.store_path
     if is_store(folder):

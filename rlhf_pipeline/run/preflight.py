@@ -96,8 +96,9 @@ def check_evaluation(pipeline: Pipeline, name: str, *, apart: bool = True) -> No
     shared = [prompt.text for prompt in readers[1]() if prompt.text in learned]
     if shared:
         raise DefinitionError(
-            f"{field} has {len(shared)} prompts that are also training prompts; the first is {shared[0][:60]!r}. "
-            "Remove them from one of the two sets: a run must never train on evaluation prompts."
+            f"some prompts of {field} are also training prompts, for example {shared[0][:60]!r} ({len(shared):,} in "
+            "total). Remove them from the training prompts or from the evaluation prompts: a run must never train on "
+            "evaluation prompts."
         )
 
 

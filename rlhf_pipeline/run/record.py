@@ -125,7 +125,7 @@ class RunRecord:
         if data.pop("crc32c", None) not in (None, checksum_of(data)):
             raise DataError(
                 f"{file} fails its checksum: it was edited or damaged. Restore it from a copy. If the edit "
-                "was intended, remove the line with crc32c. To change settings, use --resume --set instead."
+                "was intended, remove the line that contains crc32c. To change settings, use --resume --set instead."
             )
         return data
 

@@ -147,7 +147,7 @@ class Run(Setup):
         if self.supervised is not None and together:
             raise DefinitionError("--collectors and torchrun cannot be combined yet; omit one of them.")
         if replay and together:
-            raise DefinitionError("learning from stores needs a single process: start it without torchrun.")
+            raise DefinitionError("learning from stores needs a single process: start the run without torchrun.")
         if self.joins is None and self.supervised is None:
             return
         if replay:

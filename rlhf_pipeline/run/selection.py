@@ -123,11 +123,13 @@ def stores_of(replay: Replay) -> list[Address]:
     """Return where the stores to learn from are; the store of a run, if a run is named."""
     if not replay.stores:
         raise DefinitionError(
-            "no store to learn from. Use rlhf-pipeline replay STORE..., or --set replay.stores=STORE,OTHER_STORE"
+            "there is no store to learn from. Use rlhf-pipeline replay STORE..., or --set "
+            "replay.stores=STORE,OTHER_STORE"
         )
     if replay.weights and len(replay.weights) != len(replay.stores):
         raise DefinitionError(
-            f"there are {len(replay.weights)} weights for {len(replay.stores)} stores. Specify one weight per store."
+            f"replay.weights must be empty or contain one value per store: expected {len(replay.stores)}, got "
+            f"{len(replay.weights)}."
         )
     stores = [resolved(open_run_or_store(path)[1]) for path in replay.stores]
     for at, store in enumerate(stores):
@@ -237,7 +239,7 @@ def _choose_from(store: TrajectoryStore, replay: Replay, limits: Limits) -> _Par
 def _check_columns(store: TrajectoryStore) -> None:
     lacking = [name for name in ("input_ids", "assistant_mask", "task_reward") if name not in store.schema]
     if lacking:
-        raise DataError(f"{store.path} has no column {', '.join(lacking)}, so there is nothing to learn from.")
+        raise DataError(f"{store.path} lacks columns that learning requires: {', '.join(lacking)}.")
 
 
 def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None:
@@ -266,9 +268,8 @@ def check_vocabulary(tokens: npt.NDArray[Any], limits: Limits, path: str) -> Non
     if highest >= limits.vocabulary:
         raise DataError(
             f"{path} contains the token id {highest:,}, but the policy's vocabulary has {limits.vocabulary:,} tokens: "
-            "the store "
-            "was created with another tokenizer. Import it with the policy's tokenizer (--tokenizer FOLDER), or use "
-            "the policy for which it was created (--set policy.path=FOLDER)."
+            "the store was created with another tokenizer. Import the data again with the policy's tokenizer "
+            "(--tokenizer FOLDER), or use the policy for which the store was created (--set policy.path=FOLDER)."
         )
 
 

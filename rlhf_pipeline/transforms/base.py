@@ -148,7 +148,7 @@ def as_scorer(model: Any, owner: str) -> Scorer:
         return TokenPolicy(model)
     raise DefinitionError(
         f"{owner} got a {type(model).__name__}, which has no method log_probs(input_ids, attention_mask, score_mask). "
-        "Pass a CausalLMPolicy or a causal language model of transformers."
+        "Pass a CausalLMPolicy or a causal language model from transformers."
     )
 
 

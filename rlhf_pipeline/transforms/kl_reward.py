@@ -210,7 +210,7 @@ class KLReward(ColumnTransform):
         if model is None:
             raise MissingKeyError(
                 f"the batch has no reference log-probs under {self.keys.ref_log_probs!r}, and KLRewardTransform has "
-                "no model: add RetrieveLogProb(reference) after it in the list, or pass ref_model="
+                "no model: in the list, add RetrieveLogProb(reference) after KLRewardTransform, or pass ref_model="
             )
         tokens = per_token(batch, TOKENS, like)
         if tokens is None:

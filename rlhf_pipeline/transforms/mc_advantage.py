@@ -526,8 +526,9 @@ class MCAdvantage(Transform):
             return []
         if call.num_rows not in (None, len(rows)):
             raise DataError(
-                f"{len(rows)} rows were stored for {call.num_rows} trajectories from MCAdvantage. Place transforms "
-                "that change the number of trajectories after MCAdvantage in the list: inverses run in reverse order."
+                f"{len(rows)} rows were stored for {call.num_rows} trajectories from MCAdvantage. In the list, "
+                "MCAdvantage must come before transforms that change the number of trajectories: inverses run in "
+                "reverse order."
             )
         at = len(rows) - sum(member.num_rows for member in call.waits)
         for member in call.waits:

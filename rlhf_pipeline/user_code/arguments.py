@@ -119,7 +119,8 @@ def _environment(row: Sampled) -> Any:
 def _prompt_text(row: Sampled) -> str:
     if row.prompt_text is None:
         raise ValueError(
-            "the input of the model before this completion was not stored, because no reward used it at that time"
+            "the model's input for this completion was not stored, because no reward function used it when the "
+            "completion was sampled"
         )
     return row.prompt_text
 

@@ -40,7 +40,7 @@ class Arrivals:
         """Return the ids of a range of positions, [K] int64."""
         start, stop, step = part.indices(len(self))
         if step != 1:
-            raise IndexError("a range of positions must have step 1.")
+            raise IndexError("a range of positions must have a step of 1.")
         if start >= stop:
             return np.empty(0, np.int64)
         first, last = np.searchsorted(self._ends, [start, stop - 1], "right").tolist()

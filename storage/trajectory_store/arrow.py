@@ -148,7 +148,7 @@ def _column_of(pa: Any, name: str, kind: Any) -> Column:
     dtype = {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
     if dtype not in NUMERIC_DTYPES:
         raise SchemaError(
-            f"column '{name}' is {kind} in Arrow, which a store does not support: cast it to a number or text, "
+            f"column '{name}' has the Arrow type {kind}, which a store does not support: cast it to a number or text, "
             "write it as JSON text, or remove it."
         )
     fill: bool | float = False if dtype == "bool" else float("nan") if dtype.startswith("float") else 0
@@ -211,7 +211,7 @@ def _values_of(column: Column, array: Any) -> Any:
         is_list = True
     if not is_list:
         raise BatchError(
-            f"column '{column.name}' is ragged in the store but {kind} in Arrow, which is not a list type."
+            f"column '{column.name}' is ragged in the store, but its Arrow type, {kind}, is not a list type."
         )
     if array.null_count:
         array = array.fill_null(pa.scalar([], array.type))

@@ -263,8 +263,8 @@ class Bucket(ABC):
         except (Transient, ReadFailedError) as error:
             raise WriteFailedError(
                 None,
-                f"putting {key} failed: {error}. All acknowledged rows are safe. It is unknown whether these rows "
-                "are in the store. Append them again: the store first checks whether they exist",
+                f"putting {key} failed: {error}. All acknowledged rows are safe. It is unknown whether the "
+                "rows of this call are in the store. Append them again: the store first checks whether they exist",
                 self.where,
             ) from error
 
@@ -333,8 +333,9 @@ class FolderBucket(Bucket):
             )
             raise WriteFailedError(
                 errno.ESTALE,
-                f"the folder that this process opened {why}. All acknowledged rows were written to it; these rows "
-                "were not. Close the store, and open it again at its current path",
+                f"the folder that this process opened {why}. All acknowledged rows were written to the "
+                "original folder; the rows of this call were not. Close the store, and open it again at its "
+                "current path",
                 self.where,
             )
 

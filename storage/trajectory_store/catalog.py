@@ -801,7 +801,7 @@ class Catalog:
         else:
             why = f"there is no segment {ordinal}"
         return MissingRowError(
-            f"no trajectory with id {row_id} in {self.medium.where}: {why}. Ids come from append() and ids(); "
+            f"there is no trajectory with id {row_id} in {self.medium.where}: {why}. Ids come from append() and ids(); "
             "refresh() shows what other processes wrote or evicted."
         )
 

@@ -331,7 +331,8 @@ class Journal:
             raise WriteFailedError(
                 errno.ESTALE,
                 f"record {before.number} of the catalog is not the record that this process read before: the store "
-                "was removed and created again, or restored from a copy. Nothing was written; open it again",
+                "was removed and created again, or restored from a copy. Nothing was written; open the store "
+                "again",
                 self._bucket.where,
             )
         return True

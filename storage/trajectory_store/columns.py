@@ -459,7 +459,7 @@ class ColumnReader:
     def _contradiction(self, column: Column) -> CorruptionError:
         return CorruptionError(
             f"{self._catalog.medium.where}: the offsets of axis '{column.axis or ''}' are inconsistent for some of "
-            "these rows. Run verify(): it lists the damaged trajectories."
+            "the requested rows. Run verify(): it lists the damaged trajectories."
         )
 
     @contained
@@ -542,8 +542,8 @@ class ColumnReader:
             return [str(row, "utf-8") for row in rows]
         except UnicodeDecodeError as error:
             raise CorruptionError(
-                f"{self._catalog.medium.where}: column '{column.name}' contains bytes that are not valid text in some "
-                f"of these rows ({error.reason}). Run verify(): it lists the damaged trajectories."
+                f"{self._catalog.medium.where}: in some of the requested rows, column '{column.name}' contains bytes "
+                f"that are not valid text ({error.reason}). Run verify(): it lists the damaged trajectories."
             ) from None
 
     @contained

@@ -167,7 +167,7 @@ def copy_rows(
             )
     for column in target.schema:
         if column.name not in source.schema and not column.optional:
-            raise SchemaError(f"the source has no column '{column.name}', which has no fill value in the target.")
+            raise SchemaError(f"the source has no column '{column.name}', and the target has no fill value for it.")
     intact_ids = source.intact(ids, skip_damaged=skip_damaged)
     parts: list[Int64Array] = []
     for first in range(0, len(intact_ids), batch_rows):

@@ -289,7 +289,7 @@ class StoreReads:
             if read_column.axis is not None and not read_column.is_text:
                 raise SchemaError(
                     f"the condition {condition!r}: '{name}' has several values per trajectory; compare its len, "
-                    f"sum, min, max or mean, such as max({name}) > 0."
+                    f"sum, min, max or mean, for example max({name}) > 0."
                 )
             reader.fetch([read_column])
             if not read_column.is_text:

@@ -23,7 +23,7 @@ from trajectory_store.texts import Texts
 Mask = npt.NDArray[Any]
 Operand = Mask | Texts
 
-_EXAMPLE: Final = "Write for example 'task_reward >= 0.5 and policy_version < 100', or 'finish_reason=stop'."
+_EXAMPLE: Final = "Write, for example, 'task_reward >= 0.5 and policy_version < 100' or 'finish_reason=stop'."
 _SHORT: Final = re.compile(r"\s*([A-Za-z][\w./-]*)\s*(>=|<=|==|!=|>|<|=|~)\s*(.+?)\s*\Z", re.DOTALL)
 """One column, an operator and an unquoted value: the form for a shell, without inner quotes."""
 _RANGE: Final = re.compile(r"(?=.*[^.])(-?[\w.:+-]*?)\.\.(-?[\w.:+-]*)\Z")
@@ -270,7 +270,7 @@ def _number(text: str) -> float | int | bool:
         except ValueError:
             continue
     if text.startswith((">", "<", "=")):
-        raise SchemaError("the operator must be one of >= <= == != > < ~, for example >=.")
+        raise SchemaError("the operator must be >=, <=, ==, !=, >, < or ~ (for example, >= and not =>).")
     raise SchemaError(f"{text!r} is not a number or a date.")
 
 

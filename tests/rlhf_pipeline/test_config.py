@@ -148,7 +148,7 @@ def test_settings_that_hold_only_together(pipeline):
     for pairs in (both, both[::-1], [*both, ("learn.lr", "0.5")]):
         changed = apply_overrides(replay, pairs)
         assert changed.replay == Replay(stores=("c",), weights=(2.0,))
-    with pytest.raises(DefinitionError, match=r"--set replay.stores=c: Replay: 2 weights for 1 stores"):
+    with pytest.raises(DefinitionError, match=r"--set replay.stores=c: Replay: weights must .*: expected 1, got 2"):
         apply_overrides(replay, both[:1])
 
 
@@ -182,7 +182,9 @@ def test_a_definition_that_collects_can_be_set_to_learn_from_stores(pipeline):
     assert override(replay, "sample.batch_size", "8").sample.batch_size == 8
     with pytest.raises(DefinitionError, match="fresh uses the complete newest rollout"):
         override(pipeline, "sample.batch_size", "8")
-    with pytest.raises(DefinitionError, match="3 weights for 2 stores"):
+    with pytest.raises(
+        DefinitionError, match="weights must be empty or contain one value per store: expected 2, got 3"
+    ):
         override(replay, "replay.weights", "1,2,3")
     with pytest.raises(DefinitionError, match="recorded_order needs exactly one store"):
         override(replay, "replay.recorded_order", "true")

@@ -156,7 +156,10 @@ def test_a_store_of_another_tools_table(tmp_path):
     [
         ({"reward": [1.0, None, 0.0]}, "row 1 of column 'reward' is null, but the column has no fill value"),
         ({"reward": ["1", "2", "3"]}, "column 'reward' is float32 in the store and string in Arrow"),
-        ({"tokens": [1, 2, 3]}, "column 'tokens' is ragged in the store but int64 in Arrow"),
+        (
+            {"tokens": [1, 2, 3]},
+            "column 'tokens' is ragged in the store, but its Arrow type, int64, is not a list type",
+        ),
         ({"tokens": [[1, None], [], [4]]}, "column 'tokens' contains a null within a row"),
         ({"tokens": [[2**31], [], [4]]}, "column 'tokens': 2147483648 does not fit in int32"),
         ({"number": [0.5, 1.0, 2.0]}, "column 'number' is int64"),

@@ -24,8 +24,8 @@ def is_one_of_several() -> bool:
     size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
     if not size.isdecimal() or not (rank is None or rank.isdecimal()):
         raise DefinitionError(
-            f"the environment has WORLD_SIZE={size!r} and RANK={rank!r}, which must be numbers, as torchrun sets them. "
-            "To run in one process: unset WORLD_SIZE RANK"
+            "the environment variables WORLD_SIZE and RANK, which torchrun sets, must be numbers; they are "
+            f"{size!r} and {rank!r}. To run in one process: unset WORLD_SIZE RANK"
         )
     return int(size) > 1 and rank is not None
 

@@ -43,7 +43,7 @@ def listen(recorder: TrajectoryRecorder, trainer: Any, *, compute_log_probs: boo
     missing = [name for name in (_SAMPLES, _GRADES, _SCORES, "state", "accelerator") if not hasattr(trainer, name)]
     if missing:
         raise SchemaError(
-            f"{type(trainer).__name__} has no {', '.join(missing)}, which TRL's GRPOTrainer 1.16 has. "
+            f"{type(trainer).__name__} lacks attributes of the GRPOTrainer in TRL 1.16: {', '.join(missing)}. "
             "Record through the reward functions: reward_funcs=recorder.reward_funcs([...])."
         )
     _check_server(trainer)
@@ -291,7 +291,7 @@ def stored_rollouts(store: str | Path) -> Callable[[list[Any], Any], dict[str, A
         for prompt in prompts:
             key = text_of(prompt)
             if key not in turns:
-                raise BatchError(f"{store} has no rows for the prompt {key[:60]!r} that may be used for training.")
+                raise BatchError(f"for the prompt {key[:60]!r}, {store} has no rows that may be used for training.")
             place = turns[key][served[key] % len(turns[key])]
             served[key] += 1
             start = int(rows["num_prompt_tokens"][place])

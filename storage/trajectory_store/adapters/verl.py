@@ -69,7 +69,7 @@ def as_verl_builds(base: Any) -> Any:
             if not isinstance(self, type(plain)):
                 raise SchemaError(
                     f"verl uses {type(plain).__name__} if trainer.v1.trainer_mode is {arguments['trainer_mode']!r}. "
-                    "Select the class that is derived from it: "
+                    f"Select a class derived from {type(plain).__name__}: "
                     + ", ".join(name for name, of in _BASES.items() if of == type(plain).__name__)
                 )
             self.__dict__.update(vars(plain))

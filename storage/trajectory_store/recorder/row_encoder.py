@@ -99,8 +99,8 @@ class Encoder:
         if self.tokenizer is None:
             raise SchemaError(
                 "the rows have text but no token ids. Specify the tokenizer of the model that you will train on them: "
-                "--tokenizer FOLDER, or TrajectoryRecorder(tokenizer=FOLDER) (a checkpoint; `rlhf-pipeline "
-                "new-model FOLDER --text FILE` creates a small one)"
+                "--tokenizer FOLDER, or TrajectoryRecorder(tokenizer=FOLDER). FOLDER is a checkpoint; `rlhf-pipeline "
+                "new-model FOLDER --text FILE` creates a small one."
             )
         return self.tokenizer
 

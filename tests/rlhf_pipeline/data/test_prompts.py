@@ -209,7 +209,9 @@ def test_a_mixture_keeps_its_weights_everywhere_and_its_sources_in_order():
             assert abs(count - weight * taken) <= 1.5
     own = [prompt for prompt in given if len(prompt.answer) == 3]
     assert own == [sources[1].prompt(cursor, seed=1) for cursor in range(len(own))]
-    with pytest.raises(DefinitionError, match="1 weights for 3 sources"):
+    with pytest.raises(
+        DefinitionError, match="weights must be empty or contain one value per source: expected 3, got 1"
+    ):
         Mix(sources, weights=(1,))
 
 

@@ -136,7 +136,7 @@ def test_adapters_load_and_others_are_refused(tmp_path):
     for name, parameter in found.items():
         assert torch.equal(parameter, saved[name.replace(".default", "")]), name
     assert not target.base_model.model.b.weight.any()
-    with pytest.raises(RuntimeError, match="2 adapters do not match"):
+    with pytest.raises(RuntimeError, match=r"some adapters do not match, for example .* \(2 in total\)"):
         load_weights(tmp_path, adapted("a", "b"))
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(RuntimeError, match="has no adapters"):

@@ -484,7 +484,7 @@ def test_a_model_whose_own_forward_pass_fails_is_refused_in_one_sentence(make_mo
     """The grouped matmul of experts knows no float64; torch's message alone would name no model."""
     model = make_model("mixtral", num_local_experts=4).double()
     with pytest.raises(
-        DefinitionError, match=r"MixtralForCausalLM: its forward pass of 64 tokens fails in torch.float6"
+        DefinitionError, match=r"MixtralForCausalLM: its forward pass over 64 tokens fails in torch.float6"
     ):
         TokenPolicy(model)
 

@@ -143,7 +143,7 @@ def test_damaged_meta(tmp_path: Path):
         graded(run_dir)
     with TrajectoryStore.create(tmp_path / "store", trajectory_schema()) as store:
         store.append({"input_ids": [[1]], "prompt": ["a"], "completion": ["b"], "task_reward": [1.0], "meta": ["?"]})
-    with pytest.raises(DataError, match="the column `meta` of trajectory 0 is not JSON"):
+    with pytest.raises(DataError, match="column `meta`: the value of trajectory 0 is not JSON"):
         graded(tmp_path / "store")
 
 

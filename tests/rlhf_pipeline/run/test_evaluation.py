@@ -125,7 +125,7 @@ def test_prompts_that_are_learned_from_are_refused(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     train, test = (Prompts(path=str(tmp_path / f"{name}.jsonl")) for name in ("train", "test"))
     shared = dataclasses.replace(tiny(), prompts=train, evaluate=dataclasses.replace(HELD_OUT, prompts=test))
-    with pytest.raises(DefinitionError, match="has 1 prompts that are also training prompts; the first is '2='"):
+    with pytest.raises(DefinitionError, match=r"are also training prompts, for example '2=' \(1 in total\)"):
         Run(pipeline=shared, run_dir=tmp_path / "run").checked()
     with pytest.raises(DefinitionError, match=r"evaluate\.prompts to prompts that the run does not learn from"):
         dataclasses.replace(tiny(), evaluate=Evaluate())

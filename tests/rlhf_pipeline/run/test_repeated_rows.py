@@ -193,4 +193,4 @@ def test_a_part_of_another_run_stops_the_resume_and_is_named(copied, tmp_path, p
     with pytest.raises(DataError, match=rf"step-00000002 does not match its run: .*line for step 2 {named}"):
         run(PIPELINE, run_dir=copied, resume=True)
     said = [finding.text for finding in check_run(RunFolder.open(copied)) if not finding.ok]
-    assert any("step-00000002: its line for step 2" in text for text in said), said
+    assert any("step-00000002: the line for step 2" in text for text in said), said

@@ -398,7 +398,7 @@ def test_the_command_learns_from_several_stores(small_run, capsys):
         (["replay", "runs/smal"], "Did you mean"),
         (["replay", "runs/small", "--filter", "rewrad>1"], "Did you mean 'reward'"),
         (["replay", "runs/small", "--filter", "reward>5"], "24 stored, 0 after 'reward>5'"),
-        (["replay", "runs/small", "--weight", "1", "--weight", "2"], "2 weights for 1 stores"),
+        (["replay", "runs/small", "--weight", "1", "--weight", "2"], "one value per store: expected 1, got 2"),
         (["replay", "runs/small/store"], "there is no model folder at model"),
         (["replay", "runs/small", "--resume", "--out", "runs/none"], "there is no replay to continue"),
         (["replay", "runs/small", "--from-step", "1", "--epochs", "2"], "--epochs cannot be combined with --from-step"),

@@ -101,7 +101,7 @@ def test_a_batched_function_fails_for_its_group_alone():
     grades = grader.grade([*GROUP, GROUP[1], GROUP[1]], groups=[0, 0, 1, 1])
     assert [grade.reward for grade in grades[:2]] == [1.0, 1.0]
     assert {grade.kind for grade in grades[2:]} == {"grader_error"}
-    assert "for 2 completions; it must be a list with one value per completion" in str(grades[2].error)
+    assert "for 2 completions; it must return a list with one value per completion" in str(grades[2].error)
 
 
 def test_completions_of_messages_are_messages_as_in_trl():
