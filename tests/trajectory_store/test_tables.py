@@ -146,7 +146,7 @@ def test_a_store_of_another_tools_table(tmp_path):
         assert store.to_arrow().to_pydict() == {"text": ["a", None], "n": [None, BIG], "xs": [[1.5], None]}
         assert store.where("n is None").tolist() == store.ids()[:1].tolist()
     odd = pa.table({"when": pa.array([0], pa.timestamp("s"))})
-    with pytest.raises(SchemaError, match=r"column 'when' is timestamp.*cast it to a number or text"):
+    with pytest.raises(SchemaError, match=r"column 'when' has the Arrow type timestamp.*cast it to a number or text"):
         TrajectoryStore.from_arrow(tmp_path / "other", odd)
     assert not (tmp_path / "other").exists()
 

@@ -343,7 +343,7 @@ def test_a_store_that_does_not_say_what_the_policy_produced_is_refused(tmp_path)
     names = ["input_ids", "num_prompt_tokens", "task_reward"]
     export_store(unmarked, tmp_path / "part.jsonl", columns=names)
     import_files([tmp_path / "part.jsonl"], tmp_path / "part")
-    with pytest.raises(DataError, match="has no column assistant_mask"):
+    with pytest.raises(DataError, match="lacks columns that learning requires: assistant_mask"):
         choose(Replay(stores=(str(tmp_path / "part"),)), LIMITS)
 
 
