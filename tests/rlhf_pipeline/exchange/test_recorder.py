@@ -186,7 +186,9 @@ def test_reward_models_need_attach(tmp_path: Path):
     with TrajectoryRecorder(tmp_path / "store") as recorder:
         with pytest.raises(SchemaError, match=r"Linear is a model, not a reward function.*attach"):
             recorder.reward_funcs([torch.nn.Linear(1, 1)])
-        with pytest.raises(SchemaError, match=r"object lacks attributes of .*: _generate_and_score_completions.*reward_funcs="):
+        with pytest.raises(
+            SchemaError, match=r"object lacks attributes of .*: _generate_and_score_completions.*reward_funcs="
+        ):
             recorder.attach(object())
 
 
