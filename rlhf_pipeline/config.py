@@ -488,8 +488,8 @@ class Buffer(Settings):
     max_staleness: int = setting(
         0,
         min=0,
-        help="Maximum age of a trajectory in a batch: the number of optimizer steps since the oldest weights that "
-        "sampled a token of the trajectory. Steps on the newest rollout are always allowed.",
+        help="Maximum age of a trajectory in a batch, in optimizer steps: the learner's policy version minus the "
+        "oldest policy version that sampled a token of the trajectory. Steps on the newest rollout are always allowed.",
     )
 
 

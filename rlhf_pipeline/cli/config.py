@@ -207,7 +207,7 @@ def page() -> Iterator[str]:
 
     yield "# Settings"
     yield ""
-    yield "This page describes every field of a definition. It is generated from the declarations of the fields:"
+    yield "This page describes every field of a definition. It is generated from the declarations of the fields by"
     yield "`rlhf-pipeline config --markdown > docs/settings.md`. Set a field in the definition"
     yield "(`learn=Learn(lr=3e-4)`), or on the command line with `--set learn.lr=3e-4`."
     yield "`rlhf-pipeline config learn.lr` shows one field; `rlhf-pipeline config copy_digits` shows the values in"

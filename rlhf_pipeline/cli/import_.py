@@ -25,10 +25,10 @@ prompt, a completion and a reward. The tool that wrote a dump is recognised by t
 writes into every row.
 
 Token ids and log-probs in a file are kept. Text is encoded once, with --tokenizer. If a file lacks a value, the value
-is recorded as unknown, reported as missing, or requested. Rows are identified by their content. Repeating the command
-therefore continues an interrupted import, and files that were moved, renamed, compressed or copied are not imported
-twice. A newer version of a row or file supersedes the older version. Broken lines are reported. With --follow, the
-import continues while a trainer is writing files.
+is recorded as unknown, is reported as missing, or must be specified. Rows are identified by their content. Repeating
+the command therefore continues an interrupted import, and files that were moved, renamed, compressed or copied are not
+imported twice. A newer version of a row or file supersedes the older version. Broken lines are reported. With --follow,
+the import continues while a trainer is writing files.
 
 examples:
   rlhf-pipeline import example_model_solutions.jsonl --into runs/gsm8k-store --tokenizer model

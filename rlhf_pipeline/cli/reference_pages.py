@@ -15,7 +15,7 @@ def commands_page() -> Iterator[str]:
     """Yield docs/commands.md: every command with its options and examples, as argparse has them."""
     yield "# Commands"
     yield ""
-    yield "This page describes every command of `rlhf-pipeline`. It is generated from the command-line options:"
+    yield "This page describes every command of `rlhf-pipeline`. It is generated from the command-line options by"
     yield "`rlhf-pipeline config commands --markdown > docs/commands.md`. Every command also accepts `--help` and"
     yield "`--debug`; `--debug` shows the traceback of an error. The exit codes are:"
     yield ""
@@ -61,7 +61,7 @@ def errors_page() -> Iterator[str]:
 
     yield "# Errors"
     yield ""
-    yield "This page lists every error class of the packages. It is generated from the classes:"
+    yield "This page lists every error class of the packages. It is generated from the classes by"
     yield "`rlhf-pipeline config errors --markdown > docs/errors.md`. An error message states what is wrong and"
     yield "where, and which command or setting to use next. Each subclass of the two base classes also derives from"
     yield "a built-in exception, so `except ValueError` works. A command prints the message and exits with code 2;"

@@ -81,7 +81,7 @@ class LossSettings(GRPO):
         min=1,
         help="Number of rows that the head processes at a time; None selects a number that suits the size of the head.",
     )
-    padding_side: Side = setting("right", help="The side on which all ragged leaves are padded.")
+    padding_side: Side = setting("right", help="The side on which all ragged tensors are padded.")
 
     def checked_objective(self) -> ObjectiveEntry:
         """Return the entry of the objective; a custom function is tried on six tokens first."""

@@ -57,15 +57,15 @@ class AdvantageSettings(WritePath):
     keep_return_bounds: tuple[float, float] | None = setting(
         None,
         finite=False,
-        help="Groups whose mean return is not strictly inside these bounds are excluded (dynamic sampling).",
+        help="Groups whose mean return is not strictly between these bounds are excluded (dynamic sampling).",
     )
     group_key: Key | None = setting(
         None, help="Key that identifies the group. None uses `group_id` if present, otherwise `prompt_key`."
     )
     clock: Callable[[], float] = setting(
         time.time,
-        help="Function that returns the time in seconds. Groups can wait across processes, so the default "
-        "is wall-clock time.",
+        help="Function that returns the time in seconds. The default is wall-clock time, because a group can "
+        "wait longer than one process runs.",
     )
     batch_groups: int | None = setting(
         None,
