@@ -340,7 +340,7 @@ def _cache_refusal(trunk: nn.Module, config: Any, cache_type: Any) -> str | None
         return f"it keeps its states in a custom cache, {own_cache[0]}"
     keeper = next((type(part).__name__ for part in trunk.modules() if hasattr(part, "recurrent_states")), None)
     if keeper is not None:
-        return f"it keeps its states in its modules ({keeper}), for one batch of rows"
+        return f"it keeps the states of one batch of rows in its modules ({keeper})"
     limits = time_step_limits(trunk) - {(0.0, math.inf)}
     if limits:
         low, high = min(limits)

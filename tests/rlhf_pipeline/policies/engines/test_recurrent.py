@@ -165,7 +165,7 @@ def test_a_model_that_lets_padding_into_its_states_is_refused(
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 64}, "keeps its states in its modules"),
+        ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 64}, "batch of rows in its modules"),
         ("minimax", {"num_local_experts": 4, "head_dim": 8, "block_size": 16}, "a custom cache, MiniMaxCache"),
     ],
 )
