@@ -184,7 +184,10 @@ def test_the_tables_of_replay_are_those_of_the_committed_runs(monkeypatch):
         (
             "frozen_lake",
             "uniform",
-            {"fresh x3, lr/3": "at a third of the learning rate is {}", "fresh x3, min_ess": "with the guard is {}"},
+            {
+                "fresh x3, lr/3": "differs from that of three steps at a third of the learning rate by {}",
+                "fresh x3, min_ess": "from that of three steps with the guard by {}",
+            },
         ),
         (
             "sokoban",
