@@ -63,7 +63,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--group-by",
         choices=("prompt",),
-        help="prompt: all rows with the same prompt are one group, regardless of their position in a file",
+        help="prompt: all rows with the same prompt form one group, regardless of their position in a file",
     )
     command.add_argument(
         "--one-turn",

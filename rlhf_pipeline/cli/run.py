@@ -78,8 +78,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         const="local",
         metavar="ADDRESS",
         help=(
-            "run the processes on the Ray cluster at this address; auto uses the cluster of this machine, and "
-            "--ray without an address starts a new local cluster"
+            "run the processes on the Ray cluster at this address; auto uses the cluster to which this "
+            "machine belongs, and --ray without an address starts a new local cluster"
         ),
     )
     processes.add_argument(

@@ -63,7 +63,7 @@ class NotAStoreError(StoreError, ValueError):
 
 
 class FormatVersionError(StoreError, ValueError):
-    """The store was written in another version of the format."""
+    """This release cannot read the format version of the store."""
 
 
 class StoreBusyError(StoreError, BlockingIOError):
@@ -111,7 +111,7 @@ class CorruptionError(StoreError, ValueError):
 
 
 class DamageFoundError(CorruptionError):
-    """A read detected corruption and is repeated without the corrupted rows, so callers never receive this error."""
+    """A read that detects corruption is repeated without the corrupted rows. Callers never receive this error."""
 
 
 class MissingPackageError(StoreError, ImportError):
