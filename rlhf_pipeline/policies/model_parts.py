@@ -272,7 +272,7 @@ def _refuse_head(model: nn.Module, head: nn.Module) -> DefinitionError:
             f"its head is quantized ({kind}), so it has no trainable weight",
             "Load the model without quantization, or exclude the head from it.",
         )
-    return _refuse(model, f"its head is a {kind}, not a torch.nn.Linear", "Use a model with a linear head.")
+    return _refuse(model, f"its head is of type {kind}, not torch.nn.Linear", "Use a model with a linear head.")
 
 
 def _max_positions(config: Any) -> tuple[int | None, str]:

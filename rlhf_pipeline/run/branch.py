@@ -66,7 +66,7 @@ def begin_from(run: RunFolder, checkpoint: Path, out: RunFolder, setup: Setup) -
     for change in changes(run.config.pipeline, setup.pipeline):
         if not carries_over(change.field):
             raise RunMismatchError(
-                f"{change}: the model and the optimizer in the checkpoint {checkpoint} match the first value. Do not "
+                f"{change}: the model and the optimizer in the checkpoint {checkpoint} match the old value. Do not "
                 f"change {change.field}, or start a new run without --from."
             )
     if not isinstance(out.address, Path):

@@ -166,8 +166,8 @@ class DiskWatch:
         reserve = self._most_at_once + self._newest_checkpoint
         if self._allowed is not None and used + reserve > self._allowed:
             raise RunStorageError(
-                f"{self._folder} uses {used:,} bytes, one more step and its checkpoint need up to {reserve:,} bytes, "
-                f"and buffer.max_bytes is {self._allowed:,}. The run is saved. To continue with a higher limit: "
+                f"{self._folder} uses {used:,} bytes; one more step and its checkpoint need up to {reserve:,} bytes, "
+                f"but buffer.max_bytes is {self._allowed:,}. The run is saved. To continue with a higher limit: "
                 f"rlhf-pipeline run --resume --out {typed(self._folder)} --set "
                 f"buffer.max_bytes={2 * (used + reserve)}"
             )

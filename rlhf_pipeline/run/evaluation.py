@@ -241,9 +241,9 @@ class Evaluations(ABC):
             reward_names = names_in(evaluation_set.store)
             if not reward_names and figures.get("evaluation/reward") is not None:
                 raise DefinitionError(
-                    f"{path} is {name!r}, but the evaluation of step {step} has no named reward and no component. "
-                    f"Name the reward function, Reward(f, name={name!r}), or continue without this setting: --resume "
-                    f"--set {path}=none"
+                    f"{path} is {name!r}, but the evaluation of step {step} has neither a named reward nor a "
+                    f"component. Name the reward function with Reward(f, name={name!r}), or continue without this "
+                    f"setting: --resume --set {path}=none"
                 )
             notify(
                 self._on_event,

@@ -142,7 +142,10 @@ def check_inputs(
         if not before or field not in paths or field not in now or now[field] == before:
             continue
         changed = sorted(name for name in before.keys() | now[field].keys() if before.get(name) != now[field].get(name))
-        what = f"its {', '.join(changed)} differ" if field == "policy.path" else _sizes(before, now[field])
+        if field == "policy.path":
+            what = f"{', '.join(changed)} {'differs' if len(changed) == 1 else 'differ'}"
+        else:
+            what = _sizes(before, now[field])
         instead = None if field == "policy.path" else otherwise
         was = _recorded_path(definition or {}, field)
         if was not in (None, paths[field]):

@@ -138,7 +138,7 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     """
     if getattr(model, "generate", False) is True:
         raise DefinitionError(
-            f"{owner} scores existing tokens, but got a {type(model).__name__} with generate=True. Pass "
+            f"{owner} scores existing tokens, but the model ({type(model).__name__}) has generate=True. Pass "
             "policy.get_new_version(generate=False), which shares the weights."
         )
     model = policy_of(model, owner)
@@ -147,8 +147,8 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return TokenPolicy(model)
     raise DefinitionError(
-        f"{owner} got a {type(model).__name__}, which has no method log_probs(input_ids, attention_mask, score_mask). "
-        "Pass a CausalLMPolicy or a causal language model from transformers."
+        f"{owner} got a model of type {type(model).__name__}, which has no method log_probs(input_ids, attention_mask, "
+        "score_mask). Pass a CausalLMPolicy or a causal language model from transformers."
     )
 
 

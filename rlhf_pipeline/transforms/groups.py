@@ -650,7 +650,7 @@ def group_ids(column: Flat | Text, first: Sequence[int], key: Key, *, numbers: b
         odd = [type(item).__name__ for item in identities if not isinstance(item, (str, int, tuple))]
         if odd:
             raise DataError(
-                f"the group identity under {key!r} is a {odd[0]}; it must be a string, a number or a tensor"
+                f"the group identity under {key!r} is of type {odd[0]}; it must be a string, a number or a tensor"
             )
     else:
         values, lengths = column.values, column.lengths

@@ -210,7 +210,8 @@ class KLReward(ColumnTransform):
         if model is None:
             raise MissingKeyError(
                 f"the batch has no reference log-probs under {self.keys.ref_log_probs!r}, and KLRewardTransform has "
-                "no model: in the list, add RetrieveLogProb(reference) after KLRewardTransform, or pass ref_model="
+                "no model: in the list of transforms, add RetrieveLogProb(reference) after KLRewardTransform, or pass "
+                "ref_model="
             )
         tokens = per_token(batch, TOKENS, like)
         if tokens is None:
@@ -260,7 +261,7 @@ def constant_controller(coef: Any) -> KLController:
     """Return a controller for a plain coefficient."""
     if isinstance(coef, KLController):
         raise DefinitionError(
-            f"coef is a {type(coef).__name__}; it must be a number. Pass a controller as controller=."
+            f"coef is of type {type(coef).__name__}; it must be a number. Pass a controller as controller=."
         )
     return ConstantKLController(kl_coef=float(coef))
 

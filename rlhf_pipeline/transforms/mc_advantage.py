@@ -306,7 +306,7 @@ class MCAdvantage(Transform):
         ):
             kinds = {type(text).__name__ for text in texts.plain()} - {"str"} if isinstance(texts, Text) else {"Tensor"}
             raise PromptTypeError(
-                f"the prompt under {key!r} is a {min(kinds)}; it must be a string. If numbers or token ids "
+                f"the prompt under {key!r} is of type {min(kinds)}; it must be a string. If numbers or token ids "
                 "identify the groups, pass another key with prompt_key= or group_key=."
             )
         groups = group_ids(batch[key], bounds[:-1], key, numbers=self.rows is not None)
@@ -526,9 +526,9 @@ class MCAdvantage(Transform):
             return []
         if call.num_rows not in (None, len(rows)):
             raise DataError(
-                f"{len(rows)} rows were stored for {call.num_rows} trajectories from MCAdvantage. In the list, "
-                "MCAdvantage must come before transforms that change the number of trajectories: inverses run in "
-                "reverse order."
+                f"{len(rows)} rows were stored for {call.num_rows} trajectories from MCAdvantage. In the list of "
+                "transforms, MCAdvantage must come before those that change the number of trajectories: inverses run "
+                "in reverse order."
             )
         at = len(rows) - sum(member.num_rows for member in call.waits)
         for member in call.waits:
@@ -602,9 +602,9 @@ class MCAdvantage(Transform):
             self._stats.update(state["stats"])
             if self.rows is not None and state["chunks"]:
                 raise DataError(
-                    "the checkpoint contains trajectories that were waiting in memory, but in this MCAdvantage they "
-                    f"wait in {self.rows.store.path}. Load the checkpoint into an MCAdvantage without a store, close "
-                    "its groups, and write the result."
+                    "the checkpoint contains trajectories that were waiting in memory, but this MCAdvantage keeps "
+                    f"waiting trajectories in {self.rows.store.path}. Load the checkpoint into an MCAdvantage without "
+                    "a store, close its groups, and write the result."
                 )
             queue, now = GroupQueue(self.settings, self._stats), self.settings.clock()
             for saved in state["chunks"]:

@@ -220,8 +220,8 @@ def _values_of(column: Column, array: Any) -> Any:
     for size in column.shape:
         if not _is_list(pa, flat.type) or not (flat.value_lengths().to_numpy(zero_copy_only=False) == size).all():
             raise BatchError(
-                f"column '{column.name}' has elements of shape {list(column.shape)}; in Arrow they are {kind}, or "
-                "some elements have another shape."
+                f"column '{column.name}' has elements of shape {list(column.shape)}; in Arrow, the column has the "
+                f"type {kind}, or some of its elements have a different shape."
             )
         flat = flat.flatten()
     if _is_list(pa, flat.type):

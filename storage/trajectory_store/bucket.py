@@ -264,7 +264,8 @@ class Bucket(ABC):
             raise WriteFailedError(
                 None,
                 f"putting {key} failed: {error}. All acknowledged rows are safe. It is unknown whether the "
-                "rows of this call are in the store. Append them again: the store first checks whether they exist",
+                "rows of this call are in the store. Append them again: the store first checks whether it "
+                "already contains them",
                 self.where,
             ) from error
 

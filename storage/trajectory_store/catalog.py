@@ -391,7 +391,7 @@ class Catalog:
         if self._warn and problem not in self._warned_of:
             self._warned_of.add(problem)
             warnings.warn(
-                f"{self.medium.where}: {problem} Everything else is readable; run verify() for the complete list.",
+                f"{self.medium.where}: {problem} Everything else is readable; run verify() to list all damage.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -752,7 +752,8 @@ class Catalog:
         which = f"trajector{'y' if len(row_ids) == 1 else 'ies'} {', '.join(map(str, row_ids))}{more}"
         return CorruptionError(
             f"{self.medium.where}: {which} cannot be read: {segment.name}: "
-            f"{gap.why or 'it was never acknowledged'}. Get the ids from ids(), and run verify() for the complete list."
+            f"{gap.why or 'it was never acknowledged'}. Get the ids of readable trajectories from ids(), and run "
+            "verify() to list all damage."
         )
 
     def _gaps_among(self, address: Address) -> Iterator[tuple[Segment, Gap, npt.NDArray[np.bool_]]]:

@@ -35,8 +35,8 @@ _FORMATS = (".parquet", ".jsonl", ".csv")
 _SHELL = (
     ("skip_damaged=True or --skip-damaged", "--skip-damaged"),
     (
-        "Get the ids from ids(), and run verify() for the complete list.",
-        "`trajectory-store verify STORE` lists all of them.",
+        "Get the ids of readable trajectories from ids(), and run verify() to list all damage.",
+        "`trajectory-store verify STORE` lists all damage.",
     ),
     (", or create one with TrajectoryStore.create(path, schema)", ""),
     ("Pass the folder that TrajectoryStore.create created.", "Specify the folder of a store."),

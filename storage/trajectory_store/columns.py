@@ -594,8 +594,9 @@ def _fit(out: npt.NDArray[Any], column: Column, n: int, width: int) -> npt.NDArr
     fits = fits and out.shape[2:] == column.shape
     if not fits or out.dtype != column.np_dtype or not out.flags.c_contiguous or not out.flags.writeable:
         raise BatchError(
-            f"out['{column.name}'] is a {out.dtype} array of shape {list(out.shape)}; this batch needs a writable, "
-            f"contiguous {column.dtype} array whose shape is at least {[n, width, *column.shape]}. Compute the width "
-            "with lengths() first, or omit `out`: buffers are reused anyway."
+            f"out['{column.name}'] is an array of dtype {out.dtype} and shape {list(out.shape)}; this batch needs a "
+            f"writable, contiguous array of dtype {column.dtype} whose shape is at least "
+            f"{[n, width, *column.shape]}. Compute the width with lengths() first, or omit `out`: buffers are reused "
+            "anyway."
         )
     return out[:n, :width]

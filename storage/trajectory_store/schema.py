@@ -68,8 +68,8 @@ class Column:
     def __post_init__(self) -> None:
         if not _NAME.match(self.name) or self.name in RESERVED:
             raise SchemaError(
-                f"column name {self.name!r} is not valid: a name must start with a letter, have at most {MAX_NAME} "
-                f"letters, digits, '_' and '-', and not be one of {', '.join(sorted(RESERVED))}."
+                f"column name {self.name!r} is not valid: a name must start with a letter, consist of at most "
+                f"{MAX_NAME} letters, digits, '_' and '-', and not be one of {', '.join(sorted(RESERVED))}."
             )
         if self.dtype not in DTYPES:
             raise SchemaError(
@@ -105,7 +105,7 @@ class Column:
         elif not _NAME.match(self.axis):
             raise SchemaError(
                 f"axis {self.axis!r} of column '{self.name}' is not a valid name: it must start with a letter and "
-                f"have at most {MAX_NAME} letters, digits, '_' and '-'."
+                f"consist of at most {MAX_NAME} letters, digits, '_' and '-'."
             )
 
     def _check_fill(self) -> None:

@@ -241,4 +241,4 @@ def _files_of(raw: bytes, name: str) -> Files:
         rows = json.loads(raw)["files"]
         return {file: [(content, Span(*place)) for content, *place in pieces] for file, pieces in rows.items()}
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{name}.json is not in the format of a run ({error}). Restore it from a copy.") from error
+        raise DataError(f"{name}.json cannot be read ({error!r}). Restore it from a copy.") from error

@@ -398,7 +398,7 @@ def test_unsupported_models_are_refused_by_name(make_model: Make) -> None:
         TokenPolicy(model)
     model = make_model()
     model.lm_head = nn.Sequential(model.lm_head)
-    with pytest.raises(DefinitionError, match=r"its head is a torch\.nn\..*Sequential, not a torch\.nn\.Linear"):
+    with pytest.raises(DefinitionError, match=r"its head is of type torch\.nn\..*Sequential, not torch\.nn\.Linear"):
         TokenPolicy(model)
     with pytest.raises(DefinitionError, match="BloomForCausalLM: its forward method accepts no position_ids"):
         TokenPolicy(make_model("bloom", attention="eager"))

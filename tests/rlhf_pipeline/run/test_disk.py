@@ -63,7 +63,7 @@ def test_a_short_run_never_takes_more_than_its_budget(tmp_path):
     """Every commit counts, not one look a minute: 60 steps in a few seconds stop below the budget, saved."""
     limit = 600_000  # the 60 steps take 800 kB
     with pytest.raises(
-        RunStorageError, match=r"one more step and its checkpoint need up to .* bytes, and buffer\.max_bytes is 600,000"
+        RunStorageError, match=r"one more step and its checkpoint need up to .* bytes, but buffer\.max_bytes is 600,000"
     ):
         run(tiny(buffer__max_bytes=str(limit), learn__steps="60"), run_dir=tmp_path / "run")
     assert 3 * limit // 4 < disk_usage(tmp_path / "run") <= limit

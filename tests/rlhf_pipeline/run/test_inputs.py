@@ -95,7 +95,7 @@ def test_other_end_tokens_are_refused(pipeline, tmp_path):
     file.write_text('{"eos_token_id": 1}')
     run_dir = recorded(pipeline, tmp_path / "run")
     file.write_text('{"eos_token_id": [1, 5]}')
-    with pytest.raises(RunMismatchError, match=r"policy\.path\) has changed .* its generation_config\.json differ"):
+    with pytest.raises(RunMismatchError, match=r"policy\.path\) has changed .*: generation_config\.json differs\."):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
 
 
@@ -107,12 +107,12 @@ def test_an_overwritten_model_is_refused(pipeline, tmp_path, where):
     content = bytearray(weights.read_bytes())
     content[where] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(RunMismatchError, match=r"model \(policy\.path\) has changed .*its model\.safetensors differ"):
+    with pytest.raises(RunMismatchError, match=r"model \(policy\.path\) has changed .*: model\.safetensors differs\."):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
     content[where] ^= 1
     weights.write_bytes(content)
     (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(RunMismatchError, match=r"its config\.json differ"):
+    with pytest.raises(RunMismatchError, match=r": config\.json differs\."):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
 
 

@@ -333,7 +333,7 @@ def test_forms_of_the_general_form(normal_actor):
         ({"coeff": 0.1}, "Did you mean 'coef'"),
         (
             {"coef": ConstantKLController(kl_coef=0.1)},
-            "coef is a ConstantKLController; it must be a number. Pass a controller as controller=",
+            "coef is of type ConstantKLController; it must be a number. Pass a controller as controller=",
         ),
     ],
 )

@@ -348,7 +348,7 @@ def test_a_prompt_is_text(prompt, key):
     given = {key: prompt, "mine": prompt, "task_reward": torch.tensor(1.0), ("next", "done"): torch.tensor(True)}
     row = TensorDict(given)
     for transform in (MCAdvantage(1), MCAdvantage(1, prompt_key=key)):
-        with pytest.raises(TypeError, match=f"the prompt under '{key}' is a .* must be a string") as raised:
+        with pytest.raises(TypeError, match=f"the prompt under '{key}' is of type .* must be a string") as raised:
             transform.inv(lazy_stack([row]))
         assert isinstance(raised.value, DataError)
     assert MCAdvantage(1, prompt_key="mine").inv(lazy_stack([row])) is not None
