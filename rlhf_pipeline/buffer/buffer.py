@@ -553,7 +553,10 @@ def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
         )
     writer = choice if isinstance(choice, Writer) else choice()
     if not isinstance(writer, Writer):
-        raise DefinitionError(f"writer returned a {type(writer).__name__}; pass a TorchRL Writer, or omit writer=.")
+        raise DefinitionError(
+            f"writer returned a {type(writer).__name__}, not a TorchRL Writer. Pass a Writer or a function that "
+            "returns one, or omit writer=."
+        )
     if isinstance(writer, TensorDictMaxValueWriter):
         raise DefinitionError(
             "TensorDictMaxValueWriter keeps the best rows by overwriting the others, but a trajectory store never "

@@ -643,7 +643,8 @@ def _check_columns(store: TrajectoryStore, columns: Iterable[Column]) -> None:
     missing = [c.name for c in columns if c.name not in store.schema]
     if missing:
         raise DefinitionError(
-            f"the store at {store.path} already exists and has no column {', '.join(missing)}; choose another folder"
+            f"the store at {store.path} already exists but lacks these columns: {', '.join(missing)}. Choose another "
+            "folder."
         )
 
 
@@ -701,7 +702,7 @@ def _check_per_token(columns: Trajectories, lengths: torch.Tensor) -> None:
         row = int((column_lengths != lengths).nonzero()[0])
         raise DataError(
             f"{key!r} of trajectory {row} has {int(column_lengths[row])} values for {int(lengths[row])} tokens; it "
-            "must have one value per trajectory or per token"
+            "must have one value, or one per token"
         )
     prompt = columns.get(NUM_PROMPT_TOKENS)
     if isinstance(prompt, Flat) and prompt.values.numel() == columns.n:

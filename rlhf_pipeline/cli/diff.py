@@ -68,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
         for name in args.ignore:
             if name not in column_names:
                 hint = did_you_mean(name, column_names)
-                raise DefinitionError(f"--ignore {name}: neither store has such a column.{hint}")
+                raise DefinitionError(f"--ignore {name}: neither store has a column with this name.{hint}")
         config = steps = None
         if runs[0] is not None and runs[1] is not None:
             config, steps = compare_configs(runs[0], runs[1]), compare_steps(runs[0], runs[1])

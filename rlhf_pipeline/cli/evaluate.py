@@ -150,7 +150,7 @@ def _of_model(args: argparse.Namespace) -> EvaluationRequest:
     if args.definition is None:
         raise DefinitionError(
             f"{args.path} is a model folder, which has no reward function. Specify a definition that has one, for "
-            f"example rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
+            f"example: rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
         )
     if args.step is not None or args.best:
         raise DefinitionError("--step and --best select a checkpoint of a run, but this is a model folder.")

@@ -221,7 +221,7 @@ def _typed_for_replay(args: argparse.Namespace) -> Overrides:
     for text in (*stores, *args.filters):
         if "," in text:
             advice = "Rename the folder." if text in stores else "Use a condition without a comma."
-            raise DefinitionError(f"'{text}' contains a comma, which separates list items. {advice}")
+            raise DefinitionError(f"'{text}' contains a comma, but commas separate list items. {advice}")
     epochs = [] if args.epochs is None else [args.epochs]
     skip = ["true"] if args.skip_damaged else []
     lists = {"stores": stores, "filters": args.filters, "weights": args.weights, "epochs": epochs, "skip_damaged": skip}

@@ -175,7 +175,7 @@ class Collector:
         if environment is not None:
             if not isinstance(self.policy, TokenPolicy):
                 raise DefinitionError(
-                    f"an environment needs a CausalLMPolicy, but the policy is {type(policy).__name__}."
+                    f"an environment needs a CausalLMPolicy, but the policy is a {type(policy).__name__}."
                 )
             self.conversations = Conversations(
                 environment,
@@ -204,7 +204,7 @@ class Collector:
         if buffer.batch_groups not in (None, config.prompts_per_rollout):
             raise DefinitionError(
                 f"MCAdvantage has batch_groups={buffer.batch_groups}, but a rollout has {config.prompts_per_rollout} "
-                "groups. Set batch_groups to this number, because each batch must consist of one rollout."
+                f"groups. Each batch must consist of one rollout: set batch_groups={config.prompts_per_rollout}."
             )
 
     def collect(

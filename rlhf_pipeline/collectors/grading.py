@@ -309,7 +309,7 @@ class Grading:
             if stop is not None and stop() and self._open:
                 stop_at = min(stop_at, time.monotonic() + _GRACE_S)
                 if time.monotonic() >= stop_at:
-                    raise StopAskedError(f"a stop was requested while {self._waited_for()} was running")
+                    raise StopAskedError(f"a stop was requested while calls were running: {self._waited_for()}")
         by_place: dict[int, dict[int, _Graded]] = {}
         for call in self._calls.values():
             for place in call.places:

@@ -60,7 +60,7 @@ _STARTS: dict[bytes, Container | str] = {
     b"\xff\xfe": "text in UTF-16",
     b"\xfe\xff": "text in UTF-16",
     b"%PDF": "a PDF",
-    b"version https://git-lfs": "the pointer of a Git LFS file that was not downloaded (git lfs pull)",
+    b"version https://git-lfs": "a Git LFS pointer to a file that was not downloaded (git lfs pull)",
 }
 _ABSENT = object()
 
@@ -189,7 +189,7 @@ def _container_of(path: Path, container: Container | None) -> Container:
     if content_kind is None and head and b"\0" in head:
         content_kind = "binary"
     if content_kind is None and kind in ("parquet", "arrow"):
-        content_kind = "not a file of this type, according to its content"
+        content_kind = f"not in {kind.capitalize()} format, according to its content"
     if content_kind is not None:
         raise DefinitionError(
             f"{path} is {content_kind}. Supported formats: JSON Lines, JSON arrays, CSV (in UTF-8), Parquet and Arrow, "

@@ -84,7 +84,8 @@ PARAMETERS: Final = (
     Parameter(
         name="tool_choice",
         treatment=HONOURED,
-        rule="`auto`; with `none`, the policy does not receive the tools. `required` and a named function are rejected",
+        rule="`auto` and `none` are accepted; with `none`, the policy does not receive the tools. `required` and a "
+        "named function are rejected",
         accepts=_is_auto,
     ),
     Parameter(

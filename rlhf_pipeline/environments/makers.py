@@ -66,8 +66,8 @@ class Environments:
         name = prompt.meta.get(self.column)
         if name not in self.makers:
             raise DefinitionError(
-                f"a prompt has {self.column}={name!r}, but the environments are {', '.join(self.makers)}. Add a "
-                f"column {self.column!r} with one of these names to the data of each prompt."
+                f"a prompt has {self.column}={name!r}, but the environments are {', '.join(self.makers)}. Each "
+                f"prompt needs one of these names in the column {self.column!r} of its data."
             )
         return cast(str, name)
 
@@ -127,7 +127,8 @@ def maker_of(environment: Any) -> Maker:
     if not callable(environment):
         raise DefinitionError(
             f"environment is an object of type {type(environment).__name__}; pass the environment class, a function "
-            "that returns a new environment for each conversation, or a dict that maps names to these."
+            "that returns a new environment for each conversation, or a dict that maps names to such classes or "
+            "functions."
         )
     if inspect.isclass(environment) and not hasattr(environment, "step"):
         return MethodTools(environment)

@@ -69,7 +69,7 @@ class Verifiers:
     def task_of(self, prompt: Prompt) -> Any:
         """Return the task of a prompt."""
         if prompt.meta.get("idx") not in self._tasks:
-            raise DefinitionError("the prompts do not come from this environment: pass prompts=NAME.prompts().")
+            raise DefinitionError("the prompts do not come from this environment: pass prompts=ENVIRONMENT.prompts().")
         return self._tasks[prompt.meta["idx"]]
 
     async def serve(self) -> None:

@@ -71,8 +71,8 @@ def from_row(schema: Schema, row: Mapping[str, Any]) -> dict[str, Any]:
     unknown_fields = [str(name) for name in row if name not in schema]
     if unknown_fields:
         raise DataError(
-            f"the exported store does not have the columns {', '.join(unknown_fields)}. Remove these fields, or copy "
-            "the list of columns that the export wrote, FILE.schema.json, to the folder that contains this file."
+            f"the exported store has no columns for these fields of the row: {', '.join(unknown_fields)}. Remove the "
+            "fields, or copy FILE.schema.json, which the export wrote, to the folder that contains this file."
         )
     columns: dict[str, Any] = {}
     for column in schema:

@@ -100,7 +100,7 @@ class Fields:
             ) from None
 
     def describe_row(self) -> str:
-        return f"The row has: {', '.join(sorted(map(str, self.row)))}."
+        return f"Fields of the row: {', '.join(sorted(map(str, self.row)))}."
 
     @as_ours()
     def take(self, **targets: str | DerivedField) -> dict[str, Any]:

@@ -159,8 +159,8 @@ class ImportedRows:
             by_path = int(ids[0])
         if by_path >= 0 and "meta" in store.schema and _is_by_path(store.read([by_path], ["meta"])["meta"][0]):
             raise DefinitionError(
-                f"the rows of {store.path} were imported by an earlier version, which identified them by the path of "
-                "their file. Import into a new folder: --into OTHER_FOLDER."
+                f"the rows of {store.path} were imported by an earlier version of rlhf-pipeline, which identified "
+                "them by the path of their file. Import into a new folder: --into OTHER_FOLDER."
             )
         if self._row_ids:  # ids continue where the imports of this store ended
             self._next_trajectory = max(self._trajectory_ids) + 1

@@ -235,7 +235,9 @@ def import_files(
     group = field_paths.pop("group", None) if group is None else group
     check_targets(field_paths)
     if by_prompt and group is not None:
-        raise DefinitionError(f"--group-by prompt and {group!r} cannot be combined. Omit one of them.")
+        raise DefinitionError(
+            f"--group-by prompt cannot be combined with the group field or size {group!r}. Omit one of them."
+        )
     how = _How(field_paths=field_paths, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
     how = replace(how, source=source, for_display=for_display, growing=growing)
     how = replace(how, settled=not growing if settled is None else settled)
@@ -553,7 +555,7 @@ def _item(candidate: DumpCandidate, format: str, how: _How, summaries: list[Dump
     try:
         tool = find_tool(format, row, is_export=schema is not None)
         if tool is None and how.field_paths:
-            raise DefinitionError("an export of a store defines its fields; omit --field.")
+            raise DefinitionError("the fields of a store export are fixed; omit --field.")
         if tool is not None:
             mine = replace(
                 how, field_paths={**tool.first_row_tells(how.fields(source, number, kinds)), **how.field_paths}

@@ -22,7 +22,7 @@ def check_absent(*paths: Path) -> None:
     """Raise an error if the target exists."""
     for path in paths:
         if path.exists():
-            raise RunExistsError(f"{path} already exists. Choose another path with --to, or remove it.")
+            raise RunExistsError(f"{path} already exists. Remove it, or choose another path with --to.")
 
 
 @contextmanager
@@ -99,10 +99,10 @@ class ExistingRows:
             for name in names:
                 if name in rows[i] and _differ(rows[i][name], stored[name][k]):
                     raise DataError(
-                        f"{wheres[i]}: this trajectory is already in {self.store.path}, with a different {name}. "
-                        "The file has changed since an earlier import, is read with other options, or has another "
-                        "origin. Import the file into another store; to keep both versions in this store, import a "
-                        "copy of the file under another name."
+                        f"{wheres[i]}: this trajectory is already in {self.store.path}, with a different value of "
+                        f"{name}. The file has changed since an earlier import, is read with other options, or has "
+                        "another origin. Import the file into another store; to keep both versions in this store, "
+                        "import a copy of the file under another name."
                     )
         return is_stored
 

@@ -170,7 +170,7 @@ class Learner:
         if "advantage" in schema and schema["advantage"].ragged:
             raise DefinitionError(
                 f"the store at {buffer.store.path} has an advantage per token, but a learner needs one per "
-                "trajectory. Create the store with trajectory_schema(), or sample the buffer and call the loss "
+                "trajectory. Create the store with trajectory_schema(), or sample from the buffer and call the loss "
                 "yourself."
             )
         self.config = config
@@ -376,10 +376,12 @@ class Learner:
             reach = float(plan.advantages.abs().max())
             advice = "Lower learn.lr or learn.max_grad_norm in a new run"
             if reach > _LARGE_ADVANTAGE:
-                advice = f"Its advantages reach {reach:.1e}: use smaller rewards, or set write.estimator=grpo"
+                advice = (
+                    f"The advantages of this step reach {reach:.1e}: use smaller rewards, or set write.estimator=grpo"
+                )
             raise DataError(
                 f"the gradient of step {step} is not finite (norm {float(gradient_norm)}, loss {losses['loss']}); "
-                f"the weights were not changed. {advice}, or inspect the trajectories of this step with "
+                f"the weights were not changed. {advice}, or inspect the trajectories of the step with "
                 "`rlhf-pipeline show`."
             )
         if self._ledger is not None and (self.shards is None or self.shards.is_first):
@@ -748,10 +750,10 @@ class Learner:
                 return  # a power loss took them, and other weights sampled them again
             what = "but would now learn from other trajectories"
         else:
-            what = "but their rows now contain other trajectories"
+            what = "but these rows now contain other trajectories"
         raise DataError(
-            f"step {step} learned from {len(rows)} trajectories that are all in {store.path}, {what}: the store or "
-            "the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline verify`, and "
+            f"step {step} learned from {len(rows)} trajectories whose rows are all in {store.path}, {what}: the store "
+            "or the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline verify`, and "
             "restore the run from a copy, or start a new run from its checkpoint: rlhf-pipeline run --from RUN."
         )
 

@@ -177,7 +177,7 @@ def _named_read_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, FileNotFoundError) as error:
-        raise DataError(f"{folder} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
+        raise DataError(f"{folder} is damaged: {error}. Run `rlhf-pipeline verify` on the run.") from error
     except RuntimeError as error:
         raise DataError(f"the checkpoint {folder} belongs to another model: {error}") from error
 
@@ -190,4 +190,4 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor] | None:
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise DataError(f"{file} is damaged: {error}. Run `rlhf-pipeline verify` on its run.") from error
+        raise DataError(f"{file} is damaged: {error}. Run `rlhf-pipeline verify` on the run.") from error

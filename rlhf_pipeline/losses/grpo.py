@@ -397,7 +397,9 @@ class GRPOLoss(LossModule):
         scored_rows = self._actor().rows(batch, entropy=True)
         log_probs, entropy = self._scores(scored_rows, self._gather(batch, scored_rows[0].device))
         if entropy is None:
-            raise DefinitionError("learn.keep_token_figures needs an actor that returns entropies. Set it to false.")
+            raise DefinitionError(
+                "learn.keep_token_figures needs an actor that returns entropies. Set learn.keep_token_figures=false."
+            )
         mask, values = batch.mask.cpu(), torch.stack([log_probs, entropy]).float().cpu()
         return torch.full((2, *mask.shape), torch.nan).masked_scatter(mask.expand(2, *mask.shape), values)
 

@@ -94,8 +94,8 @@ def host_batch(
     most, longest = parts.max_positions, int(places[:, -1].max(initial=-1)) + 1 if places.size else 0
     if most is not None and longest > most:
         raise DefinitionError(
-            f"A row has {longest} tokens; the model has {most} positions ({parts.positions_by}). Exclude such "
-            "trajectories."
+            f"A row has {longest} tokens; the model has {most} positions ({parts.positions_by}). Exclude "
+            f"trajectories with more than {most} tokens."
         )
     scored = real & (places >= 1)
     if score_mask is not None:

@@ -168,8 +168,8 @@ def reply_text(
         for text in texts:
             if text.count(_MARK) != 1:
                 raise DataError(
-                    f"The chat template renders an assistant turn {text.count(_MARK)} times before a reply; it must "
-                    "render it once. Use a template that keeps the assistant's content unchanged."
+                    f"The chat template renders an assistant turn {text.count(_MARK)} times before a reply; the "
+                    "turn must appear exactly once. Use a template that keeps the assistant's content unchanged."
                 )
         tail, parts = texts[0].split(_MARK)[1], texts[1].split(_MARK)
     _check_order(tail, marked, first)

@@ -87,7 +87,7 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         if batch is None:
             names = sorted(str(k) for k in tensordict.keys(include_nested=True, leaves_only=True))
             raise MissingKeyError(
-                f"The TensorDict has no {_sub(self.tokens_key, 'full')!r} (it has: {', '.join(names) or 'nothing'}). "
+                f"The TensorDict has no {_sub(self.tokens_key, 'full')!r} (its keys: {', '.join(names) or 'none'}). "
                 "Write the token ids of the prompt and the completion there, [B, T] or ragged."
             )
         return batch

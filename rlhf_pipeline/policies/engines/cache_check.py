@@ -24,7 +24,7 @@ from rlhf_pipeline.policies.model_parts import ModelParts, evaluated, rounding
 T = TypeVar("T")
 
 WITHOUT_SLOTS = (
-    "Sample with vLLM, in process (--set collect.engine=vllm) or on a server (--set "
+    "Sample with vLLM (in this process: --set collect.engine=vllm; on a server: --set "
     "collect.engine=http://HOST:PORT), or choose another model (--set policy.path=MODEL). `rlhf-pipeline replay` "
     "learns from stored completions."
 )

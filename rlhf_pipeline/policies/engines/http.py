@@ -308,7 +308,7 @@ class HTTPEngine:
     def _unreachable(self, error: Exception) -> EngineError:
         return EngineError(
             f"the server at {self.name} has been unreachable for {self._patience_s:g} s ({error}). Stored "
-            f"trajectories are safe. Start the server with: {START}; then repeat the command with --resume."
+            f"trajectories are safe. Start the server, then repeat the command with --resume. To start it: {START}"
         )
 
     def _exchange(

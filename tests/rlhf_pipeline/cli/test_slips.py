@@ -16,7 +16,7 @@ SLIPS = (
     ("config learn.lr buffer", "specify at most one definition and one field"),
     ("config learn --markdown", "--markdown prints a complete page"),
     ("copy runs/dmo --to x", "Did you mean 'runs/demo'?"),
-    ("copy runs/demo --to runs/demo", "already exists. Choose another path with --to"),
+    ("copy runs/demo --to runs/demo", "already exists. Remove it, or choose another path with --to"),
     ("copy runs/demo --to x --filter rewrad>1", "Did you mean 'reward'?"),
     ("copy runs/demo --to x --filter group<0", "none of the 48 trajectories in"),
     ("copy runs/demo --to x --backend zar", "Did you mean 'zarr'?"),

@@ -221,7 +221,8 @@ def test_columns_that_nobody_knows(tmp_path: Path):
     export_store(tmp_path / "a", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl.schema.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(
-        DataError, match=r"a\.jsonl:1: the exported store does not have the columns note\. .*FILE\.schema\.json"
+        DataError,
+        match=r"a\.jsonl:1: the exported store has no columns for these fields of the row: note\. .*FILE\.schema\.json",
     ):
         import_files([tmp_path / "a.jsonl"], tmp_path / "b")
     (tmp_path / "elsewhere.json").rename(tmp_path / "a.jsonl.schema.json")
@@ -236,7 +237,9 @@ def test_an_export_of_another_store_is_refused(tmp_path: Path):
     other = {"trajectory_id": np.arange(6), "input_ids": [[9]] * 6}
     export_store(small(tmp_path / "b", **other), tmp_path / "b.jsonl")
     import_files([tmp_path / "a.jsonl"], tmp_path / "c")
-    with pytest.raises(DataError, match=r"b\.jsonl:1: this trajectory is already in .* with a different input_ids"):
+    with pytest.raises(
+        DataError, match=r"b\.jsonl:1: this trajectory is already in .* with a different value of input_ids"
+    ):
         import_files([tmp_path / "b.jsonl"], tmp_path / "c")
 
 

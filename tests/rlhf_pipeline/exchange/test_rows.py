@@ -350,7 +350,7 @@ def test_gsm8k_solutions(tmp_path: Path, gsm8k_dir: Path, tokenizer: Any):
     [
         (
             {"prompt": "a", "reward": 1},
-            r"no field for completion\..*The row has: prompt, reward\..*--field completion=",
+            r"no field for completion\..*Fields of the row: prompt, reward\..*--field completion=",
         ),
         ({"prompt": "a", "completion": "b"}, r"no field for reward"),
         ({"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5}, r"there is no reward column"),

@@ -528,7 +528,9 @@ def test_a_gradient_that_rewards_overflow_names_the_rewards(make_learner):
     """Rewards near the largest float32 are not answered with advice about the learning rate."""
     learner = make_learner(4096)
     learner.buffer.extend(lazy_stack([trajectory(n, [0, 1, 1], -1e38 * n) for n in range(2)]))
-    with pytest.raises(DataError, match=r"is not finite .* Its advantages reach 5\.0e\+37: use smaller rewards"):
+    with pytest.raises(
+        DataError, match=r"is not finite .* The advantages of this step reach 5\.0e\+37: use smaller rewards"
+    ):
         learner.step(1)
 
 

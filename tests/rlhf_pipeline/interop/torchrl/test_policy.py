@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_refused(make_model: Make) -> None:
     for call in (sampler.get_dist, sampler.get_sft_dist, sampler.get_rlhf_dist, sampler.log_prob):
         with pytest.raises(DefinitionError, match="generate=False"):
             call(_batch("right"))
-    with pytest.raises(DataError, match=r"no \('tokens', 'full'\) \(it has: x\)"):
+    with pytest.raises(DataError, match=r"no \('tokens', 'full'\) \(its keys: x\)"):
         policy.get_dist(TensorDict({"x": torch.zeros(3)}, [3]))
     with pytest.raises(DataError, match="no prompts under"):
         sampler(TensorDict({"x": torch.zeros(3)}, [3]))
