@@ -230,9 +230,9 @@ class Collect(Settings):
     max_call_errors: int | None = setting(
         4,
         min=1,
-        help="With tools: maximum number of failed calls (malformed calls, unknown tools or wrong arguments) in a "
-        "conversation. The policy receives each error; the error that reaches the limit ends the conversation with "
-        "the finish reason `calls`. With None, only `max_turns` limits the number of failed calls.",
+        help="With tools: maximum number of failed calls (malformed calls, calls to unknown tools, and calls with "
+        "wrong arguments) in a conversation. The policy receives each error; the error that reaches the limit ends the "
+        "conversation with the finish reason `calls`. With None, only `max_turns` limits the number of failed calls.",
     )
     retries: int = setting(
         0,
@@ -292,8 +292,8 @@ class Collect(Settings):
     engine: str = setting(
         "slots",
         help="The sampling engine. `slots` is built in. `vllm` requires the extra `vllm`. Both run in the collector's "
-        "process. `http://HOST:PORT` is the address of a vLLM server. See docs/engines.md for how to start each "
-        "engine, and for the reproducibility of its results.",
+        "process. `http://HOST:PORT` is the address of a vLLM server. docs/engines.md describes how to start "
+        "each engine, and how reproducible its results are.",
     )
     engine_memory: float = setting(
         0.5,
@@ -315,7 +315,8 @@ class Collect(Settings):
     reward_concurrency: int = setting(
         16,
         min=1,
-        help="Maximum number of concurrent reward calls during sampling; use 1 if the functions are not re-entrant.",
+        help="Maximum number of concurrent reward calls during sampling; use 1 if the reward functions are not "
+        "re-entrant.",
     )
     reward_timeout_s: float | None = setting(
         300.0,
@@ -379,7 +380,7 @@ class WritePath(Settings):
         help="How the returns of a group are converted to advantages; the formulas are in "
         "`rlhf_pipeline.functional.advantage`. `reinforce_pp`, `reinforce_pp_baseline` and `grpo_batch` (TRL's "
         "`scale_rewards=batch`) divide the centred returns by a standard deviation over the rollout or, with `replay`, "
-        "over all gathered trajectories. `turn_grpo` computes an advantage for each turn of a "
+        "over all replayed trajectories. `turn_grpo` computes an advantage for each turn of a "
         "conversation from the rewards of that turn and later turns. `gdpo` normalises each named reward within each "
         "group, computes the weighted sum of the results, and normalises this sum over the rollout. A custom function "
         "(`EstimatorFunction` in `rlhf_pipeline.functional.advantage`) is also accepted; on the command "
@@ -414,14 +415,14 @@ class WritePath(Settings):
     zero_variance: Literal["keep", "drop", "mark"] = setting(
         "keep",
         help="How a group is treated if its returns are all equal. With a KL penalty, returns that differ only by "
-        "rounding count as equal. `keep` stores the group, `drop` discards it, and `mark` stores it with "
+        "rounding errors count as equal. `keep` stores the group, `drop` discards it, and `mark` stores it with "
         "priority 0, so samplers skip it.",
     )
     min_group_size: int | None = setting(
         None,
         min=1,
-        help="Minimum number of members that a group needs in order to close after `group_timeout_s`; None waits "
-        "for all members.",
+        help="After `group_timeout_s`, a group with at least this number of members closes early: it stops waiting for "
+        "further members. None waits for all members.",
     )
     group_timeout_s: float | None = setting(
         None,
@@ -592,7 +593,7 @@ class Replay(Settings):
     epochs: float | None = setting(
         None,
         above=0,
-        help="Stop the run when the gathered trajectories have been used `epochs` times on average. With None, only "
+        help="Stop the run when the average number of uses per trajectory reaches `epochs`. With None, only "
         "`learn.steps` limits the run.",
     )
     skip_damaged: bool = setting(
@@ -803,14 +804,14 @@ class GRPO(Settings):
         None,
         above=0,
         below=1,
-        help="The ratio of the policy's probability to the behaviour policy's probability is clipped below `1 - "
-        "clip_low`. None uses 0.2, except for `cispo`, which then has no lower clip, as in the CISPO paper.",
+        help="The ratio of the policy's probability to the behaviour policy's probability is clipped to at least "
+        "`1 - clip_low`. None uses 0.2, except for `cispo`, which then has no lower clip, as in the CISPO paper.",
     )
     clip_high: float = setting(
         0.2,
         above=0,
-        help="The ratio of the policy's probability to the behaviour policy's probability is clipped "
-        "above `1 + clip_high`.",
+        help="The ratio of the policy's probability to the behaviour policy's probability is clipped to at "
+        "most `1 + clip_high`.",
     )
     aggregation: Aggregation = setting(
         "token_mean",
@@ -853,8 +854,8 @@ class GRPO(Settings):
         above=0,
         help="Truncated importance sampling: weight the policy loss by `min(exp(learner log-prob - behaviour "
         "log-prob), tis_cap)`. The learner's log-probs of a trajectory are computed before the first step that uses "
-        "the trajectory. Later steps clip the ratio relative to these log-probs. Requires an additional forward pass "
-        "per trajectory.",
+        "the trajectory. In later steps, the ratio that the loss clips is computed from these log-probs instead of "
+        "the behaviour log-probs. Requires an additional forward pass per trajectory.",
     )
     tis_level: Level = setting(
         "token",
@@ -1190,8 +1191,8 @@ class Pipeline(Settings):
         "column of the prompts selects the environment. See docs/environments.md. With None, a trajectory has one "
         "turn.",
     )
-    description: str = setting("", help="A one-line description for `rlhf-pipeline list`.")
-    needs: str = setting("nothing", help="The prerequisites, as one phrase, for `rlhf-pipeline list`.")
+    description: str = setting("", help="A one-line description, shown by `rlhf-pipeline list`.")
+    needs: str = setting("nothing", help="The prerequisites of a run, as one phrase, shown by `rlhf-pipeline list`.")
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
     write: WritePath = setting(factory=WritePath, help="How a trajectory is processed before it is stored.")
     buffer: Buffer = setting(factory=Buffer, help="The store of trajectories.")

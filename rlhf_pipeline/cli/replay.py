@@ -61,7 +61,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME-replay)")
     add_steps(command)
     command.add_argument(
-        "--epochs", type=above_zero, metavar="E", help="stop when each trajectory has been used E times on average"
+        "--epochs", type=above_zero, metavar="E", help="stop when the average number of uses per trajectory reaches E"
     )
     command.add_argument(
         "--weight",

@@ -428,7 +428,7 @@ class Curriculum(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Mix(Settings):
-    """Several sources. In any sequence of consecutive prompts, each has about the share that its weight specifies.
+    """Several sources. In any sequence of consecutive prompts, each source has about the share specified by its weight.
 
     The weights alone determine the source of prompt number `cursor`; the seed and the number of earlier prompts of this
     source determine which of its prompts is used. A mixture therefore resumes like its sources, and no source waits for

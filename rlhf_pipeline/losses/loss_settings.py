@@ -31,8 +31,8 @@ class LossSettings(GRPO):
     samples_mc_entropy: int = setting(
         1,
         min=1,
-        help="Number of samples for the entropy of a TorchRL distribution whose entropy has no closed form. The "
-        "entropy of a language model's head is exact and needs no samples.",
+        help="Number of samples from which the entropy of a TorchRL distribution is estimated if the entropy has no "
+        "closed form. For a language model's head, the entropy is exact and needs no samples.",
     )
     reduction: Literal["mean", "sum", "none"] = setting(
         "mean",
@@ -42,9 +42,9 @@ class LossSettings(GRPO):
     kl_mask_threshold: float | None = setting(
         None,
         min=0,
-        help="Exclude tokens with `(log pi - log behaviour)^2 / 2` above this value; None or 0 excludes none. Without "
-        '`"loss_weight"`, the weights are computed from the counts of the remaining tokens, as in TorchRL; with it, '
-        "the weights do not change.",
+        help="Exclude tokens with `(log pi - log behaviour)^2 / 2` above this value; None or 0 excludes no tokens. "
+        'Without `"loss_weight"`, the weights are computed from the counts of the remaining tokens, as in TorchRL; '
+        "with it, the weights do not change.",
     )
     kl_to_inference_coeff: float = setting(
         0.0, min=0, help="Weight of the loss term for the KL divergence from the behaviour policy."
@@ -53,7 +53,7 @@ class LossSettings(GRPO):
         "rlhf",
         help="The tokens that the loss includes. `rlhf`: the tokens of the assistant mask. `sft`: all tokens after the "
         "prompt, whose length is given by `num_prompt_tokens` or by ragged prompt tokens; if neither exists, all "
-        "tokens from the first assistant token. `generic`: every token except the first.",
+        "tokens from the first assistant token onwards. `generic`: every token except the first.",
     )
     decoupled: bool = setting(
         False,

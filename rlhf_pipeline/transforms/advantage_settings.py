@@ -60,7 +60,7 @@ class AdvantageSettings(WritePath):
         help="Groups whose mean return is not strictly between these bounds are excluded (dynamic sampling).",
     )
     group_key: Key | None = setting(
-        None, help="Key that identifies the group. None uses `group_id` if present, otherwise `prompt_key`."
+        None, help="Key whose value identifies the group. None uses `group_id` if present, otherwise `prompt_key`."
     )
     clock: Callable[[], float] = setting(
         time.time,

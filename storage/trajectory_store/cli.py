@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("compact", _compact, "merge finished segments into fewer segments; ids, order and values do not change")
     export = add("export", _export, "write a Parquet, JSON Lines or CSV file")
     export.add_argument(
-        "--to", required=True, help="the .parquet, .jsonl or .csv file; values that were not supplied are null"
+        "--to", required=True, help="the .parquet, .jsonl or .csv file; missing values are null, or empty cells in CSV"
     )
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     for subparser in (stats, show, copy, export):

@@ -73,7 +73,7 @@ class SupervisorConfig(Settings):
         120.0,
         min=0,
         help="Maximum number of seconds for processes to finish and save after a stop is requested. Any process that "
-        "is still running is then killed, which loses unfinished work but no acknowledged rows.",
+        "is still running after this time is killed, which loses unfinished work but no acknowledged rows.",
     )
 
     def delay_s(self, failures: int) -> float:
