@@ -437,7 +437,7 @@ def _check_packable(parts: ModelParts) -> None:
     trunk: Any = parts.trunk
     kinds = set(getattr(trunk.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise PackedUnsupported(f"it has layers of type {', '.join(sorted(kinds))}")
+        raise PackedUnsupported(f"it has layers of type {' and '.join(sorted(kinds))}")
     if not getattr(trunk, "_supports_attention_backend", False):
         raise PackedUnsupported("its attention is custom")
     parameters = inspect.signature(trunk.forward).parameters.values()
