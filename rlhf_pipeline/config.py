@@ -826,8 +826,8 @@ class GRPO(Settings):
     kl_to_ref_coeff: float = setting(
         0.0,
         min=0,
-        help="Weight of a KL term in the loss. The term is independent of the KL penalty in the reward "
-        "(`write.kl_coef`).",
+        help="Weight of the KL term in the loss, which compares the policy with the reference model. The term is "
+        "independent of the KL penalty in the reward (`write.kl_coef`).",
     )
     kl_estimator: KLEstimator = setting(
         "k3+",

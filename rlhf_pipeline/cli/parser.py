@@ -177,7 +177,7 @@ def add_filter(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="use only trajectories that match the condition; may be repeated",
+        help="use only trajectories that meet the condition; may be repeated",
     )
 
 

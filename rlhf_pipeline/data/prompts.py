@@ -282,7 +282,7 @@ class Prompts(Settings):
         "template.",
     )
     shuffle: bool = setting(True, help="Reshuffle the rows in every epoch; false keeps their order.")
-    as_chat: bool = setting(True, help="Apply the tokenizer's chat template to the prompt, if it has one.")
+    as_chat: bool = setting(True, help="If the tokenizer has a chat template, apply it to the prompt.")
     chat_template_kwargs: dict[str, Any] = setting(
         factory=dict, help='Arguments for the chat template, for example `{"enable_thinking": false}`.'
     )
