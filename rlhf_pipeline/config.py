@@ -854,7 +854,7 @@ class GRPO(Settings):
         above=0,
         help="Truncated importance sampling: weight the policy loss by `min(exp(learner log-prob - behaviour "
         "log-prob), tis_cap)`. The learner's log-probs of a trajectory are computed before the first step that uses "
-        "the trajectory. In later steps, the ratio that the loss clips is computed from these log-probs instead of "
+        "the trajectory. The ratio that the loss clips is computed from these log-probs instead of "
         "the behaviour log-probs. Requires an additional forward pass per trajectory.",
     )
     tis_level: Level = setting(
