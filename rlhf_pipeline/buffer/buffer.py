@@ -114,7 +114,9 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         if isinstance(storage, (str, Path, TrajectoryStore)):
             storage = TrajectoryStorage(storage)
         if not isinstance(storage, TrajectoryStorage):
-            raise DefinitionError(f"the storage is a {type(storage).__name__}; pass a TrajectoryStorage or a path.")
+            raise DefinitionError(
+                f"the storage is of type {type(storage).__name__}; pass a TrajectoryStorage or a path."
+            )
         self.trajectories: TrajectoryStorage = storage
         """The storage, with its specific type."""
         self.store: TrajectoryStore = storage.store
@@ -554,8 +556,8 @@ def _writer(choice: Any, storage: TrajectoryStorage) -> Writer:
     writer = choice if isinstance(choice, Writer) else choice()
     if not isinstance(writer, Writer):
         raise DefinitionError(
-            f"writer returned a {type(writer).__name__}, not a TorchRL Writer. Pass a Writer or a function that "
-            "returns one, or omit writer=."
+            f"writer returned an object of type {type(writer).__name__}, not a TorchRL Writer. Pass a Writer or a "
+            "function that returns one, or omit writer=."
         )
     if isinstance(writer, TensorDictMaxValueWriter):
         raise DefinitionError(

@@ -175,7 +175,7 @@ class Collector:
         if environment is not None:
             if not isinstance(self.policy, TokenPolicy):
                 raise DefinitionError(
-                    f"an environment needs a CausalLMPolicy, but the policy is a {type(policy).__name__}."
+                    f"an environment needs a CausalLMPolicy, but the policy is of type {type(policy).__name__}."
                 )
             self.conversations = Conversations(
                 environment,

@@ -321,7 +321,7 @@ def _check_plain(items: Iterable[Any], key: Key) -> None:
             _check_plain([*item.keys(), *item.values()], key)
         elif item is not None and not isinstance(item, (str, int, float, bool, bytes, Tensor)):
             raise DataError(
-                f"a pending trajectory has a {type(item).__name__} under {key!r}; a checkpoint cannot "
+                f"a pending trajectory has a value of type {type(item).__name__} under {key!r}; a checkpoint cannot "
                 "contain this type. Store JSON text instead"
             )
 

@@ -151,8 +151,8 @@ def tools_of(environment: Callable[[], Any] | None) -> list[Any]:
     tools: Any = getattr(environment, "tools", None) or ()
     if not isinstance(tools, Iterable) or isinstance(tools, (str, bytes)):
         raise DefinitionError(
-            f"an environment's `tools` is a {type(tools).__name__}; it must be a list of functions or JSON schemas. "
-            "If the list is computed, make it a property of the class."
+            f"an environment's `tools` is of type {type(tools).__name__}; it must be a list of functions or JSON "
+            "schemas. If the list is computed, make it a property of the class."
             if callable(tools)
             else f"an environment's `tools` is {tools!r:.60}; it must be a list of functions or JSON schemas."
         )

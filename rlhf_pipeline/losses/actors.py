@@ -247,8 +247,8 @@ def adapt_actor(actor: Any, *, temperature: float | None, strategy: MaskingStrat
             adapted.check_causal()
         return adapted
     raise DefinitionError(
-        f"actor_network is a {type(actor).__name__}; GRPOLoss needs hidden_states and head_weight (CausalLMPolicy), "
-        "a transformers model, log_probs(...), get_dist(...), or a module that returns logits."
+        f"actor_network is of type {type(actor).__name__}; GRPOLoss needs hidden_states and head_weight "
+        "(CausalLMPolicy), a transformers model, log_probs(...), get_dist(...), or a module that returns logits."
     )
 
 

@@ -41,7 +41,7 @@ def not_found(path: Address, kind: str = "run") -> MissingPathError:
     else:
         near = did_you_mean(str(path), [str(run) for run in runs if run != path])
         hint = near.replace("Available:", "Runs here:") if len(runs) <= 8 else near.split(" Available:")[0]
-    what = "is not one" if path.exists() else "does not exist"
+    what = f"is not a {kind}" if path.exists() else "does not exist"
     return MissingPathError(f"there is no {kind} at {path}: the folder {what}.{hint}")
 
 

@@ -296,5 +296,5 @@ def test_what_an_engine_cannot_do_is_refused(tiny):
 
 def test_what_is_no_policy_is_named():
     """The message lists what would do."""
-    with pytest.raises(DefinitionError, match="Collector got a Linear"):
+    with pytest.raises(DefinitionError, match="Collector got an object of type Linear"):
         as_policy(nn.Linear(2, 2), "Collector")

@@ -74,8 +74,8 @@ def as_policy(model: Any, owner: str = "This") -> CausalLMPolicy | EnginePolicy:
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return CausalLMPolicy(model)
     raise DefinitionError(
-        f"{owner} got a {type(model).__name__}. Pass a CausalLMPolicy, a causal language model from transformers, or "
-        "TorchRL's TransformersWrapper or vLLMWrapper."
+        f"{owner} got an object of type {type(model).__name__}. Pass a CausalLMPolicy, a causal language model from "
+        "transformers, or TorchRL's TransformersWrapper or vLLMWrapper."
     )
 
 
@@ -96,8 +96,8 @@ class WrapperAdapter:
         if not isinstance(inner, nn.Module):
             as_policy(model, "GRPOLoss")
             raise DefinitionError(
-                f"GRPOLoss got a {type(model).__name__} that wraps an engine, which provides no gradients. Train "
-                "a CausalLMPolicy and send its weights to the engine."
+                f"GRPOLoss got an object of type {type(model).__name__} that wraps an engine, which provides no "
+                "gradients. Train a CausalLMPolicy and send its weights to the engine."
             )
         base: Any = getattr(inner, "get_base_model", lambda: inner)()  # inside peft's wrapper
         plain = methods_are_of(model, "torchrl", _SCORES) and methods_are_of(base, "transformers", ("forward",))

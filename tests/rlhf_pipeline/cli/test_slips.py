@@ -11,7 +11,7 @@ from .conftest import Cli
 
 SLIPS = (
     ("compact runs/dmo", "Did you mean 'runs/demo'?"),
-    ("compact runs", "there is no run or store at runs: the folder is not one"),
+    ("compact runs", "there is no run or store at runs: the folder is not a run or store"),
     ("compcat runs/demo", "Did you mean 'compact'?"),
     ("config learn.lr buffer", "specify at most one definition and one field"),
     ("config learn --markdown", "--markdown prints a complete page"),

@@ -332,5 +332,7 @@ def test_attributes_that_are_not_what_they_are_named_for(tmp_path: Path):
     """An `end` that cannot be called is no end; `tools` that is a method is one sentence."""
     run(pipeline(GoalNamedEnd, learn=Learn(steps=1)), run_dir=tmp_path / "run")
     assert not any(rows_of(tmp_path / "run" / "store")["failure_reason"])
-    with pytest.raises(DefinitionError, match="an environment's `tools` is a function; it must be a list of functions"):
+    with pytest.raises(
+        DefinitionError, match="an environment's `tools` is of type function; it must be a list of functions"
+    ):
         run(pipeline(ToolsMethod, learn=Learn(steps=1)), run_dir=tmp_path / "other")
