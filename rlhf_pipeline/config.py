@@ -554,7 +554,7 @@ class Sample(Settings):
         0.1,
         min=0,
         max=1,
-        help="Exclude the trajectories of an age from the loss if their effective sample size, as a share of the "
+        help="Exclude the trajectories of a given age from the loss if their effective sample size, as a share of the "
         "number of their tokens, is below this value. Requires `min_ess`.",
     )
 

@@ -454,8 +454,8 @@ def one_advantage(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     if not bool(values.isclose(last.repeat_interleave(lengths), equal_nan=True)[mask].all()):
         raise DataError(
             "the advantage differs between the tokens of a trajectory, but the store has one advantage per "
-            "trajectory. Create the store with a schema whose column 'advantage' is ragged, or let MCAdvantage form "
-            "one return per trajectory: trajectory_return='sum'"
+            "trajectory. Create the store with a schema whose column 'advantage' is ragged, or have MCAdvantage "
+            "compute one return per trajectory: trajectory_return='sum'"
         )
     return last
 

@@ -236,7 +236,8 @@ def import_files(
     check_targets(field_paths)
     if by_prompt and group is not None:
         raise DefinitionError(
-            f"--group-by prompt cannot be combined with the group field or size {group!r}. Omit one of them."
+            f"--group-by prompt cannot be combined with group={group!r}, which specifies a field or a size. Omit one "
+            "of the two."
         )
     how = _How(field_paths=field_paths, group=group, by_prompt=by_prompt, one_turn=one_turn, skip_bad=skip_bad)
     how = replace(how, source=source, for_display=for_display, growing=growing)

@@ -36,7 +36,7 @@ def check_free_or_recorded(run: RunFolder, *, resume: bool, again: str = "add --
     """
     if resume:
         if not run.record.exists:
-            raise not_found(run.address, "run to resume")
+            raise not_found(run.address)
         return
     if is_free(run):
         return

@@ -91,7 +91,7 @@ def test_other_folder_is_taken(cli: Cli):
         (["gsm8k"], "there is no model folder at model. Create one: rlhf-pipeline new-model model --text FILE"),
         (["gsm8k", "--set", "policy.path=./nowhere/model"], "there is no model folder at ./nowhere/model"),
         (["gsm8k", "--set", "policy.path=owner/name"], "there is no prompt file at train.jsonl"),
-        (["copy_digits", "--resume"], "there is no run to resume at runs/copy_digits"),
+        (["copy_digits", "--resume"], "there is no run at runs/copy_digits"),
         (["--resume"], "specify the run to continue"),
         ([], "a definition is required, for example: rlhf-pipeline run copy_digits"),
     ],

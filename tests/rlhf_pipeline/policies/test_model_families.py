@@ -238,7 +238,7 @@ def _reason(message: object) -> str:
 
 def docs_table() -> Iterator[str]:
     """Yield the lines of the table in docs/models.md."""
-    yield "| `model_type` | sampled by slots | scored |"
+    yield "| `model_type` | sampled by slots | scoring |"
     yield "|---|---|---|"
     for name in sorted(name for name in FAMILIES if "-" not in name):
         yield f"| `{name}` | {' | '.join(how_it_runs(name))} |"

@@ -290,7 +290,7 @@ def test_a_target_ends_the_run_early(tmp_path):
 def test_folders_are_checked(tmp_path):
     """An existing run, a missing run, a changed definition and a run in use each get their own sentence."""
     folder = tmp_path / "run"
-    with pytest.raises(MissingPathError, match="no run to resume"):
+    with pytest.raises(MissingPathError, match="there is no run at"):
         run(tiny(), run_dir=folder, resume=True)
     run(tiny(learn__steps="2"), run_dir=folder)
     before = weights(folder)
