@@ -105,7 +105,7 @@ PARAMETERS: Final = (
     Parameter(
         name="temperature",
         treatment=IGNORED,
-        rule="the definition sets it (`sampling`): log-probs are stored at the temperature of the run",
+        rule="`collect.temperature` applies; the stored log-probs are computed at this temperature",
     ),
     Parameter(name="top_p", treatment=IGNORED, rule="`collect.top_p` applies"),
     Parameter(
