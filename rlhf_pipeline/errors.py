@@ -11,8 +11,8 @@
     +-- RunExistsError (FileExistsError)  the run folder already exists
     |   +-- LeaseLostError                another process, perhaps on another machine, has taken over
     +-- RunMismatchError (ValueError)     a resumed run or replay does not match its record
-    +-- RunStorageError (OSError)         the run folder cannot be written: the disk is full, or a mount is lost
-    +-- RewardError (RuntimeError)        every reward call of a step failed
+    +-- RunStorageError (OSError)         the run folder cannot be written to: the disk is full, or a mount is lost
+    +-- RewardError (RuntimeError)        every reward call of a rollout failed
     +-- StopAskedError (RuntimeError)     a signal requested a stop while reward calls were running
     +-- EngineError (RuntimeError)        an external engine is unreachable, or returns an invalid response
     +-- ProcessFailedError (RuntimeError) a process of a run failed repeatedly
@@ -128,11 +128,11 @@ class RunMismatchError(PipelineError, ValueError):
 
 
 class RunStorageError(PipelineError, OSError):
-    """The run folder cannot be written."""
+    """The run folder cannot be written to."""
 
 
 class RewardError(PipelineError, RuntimeError):
-    """Every reward call of a step failed, so there is nothing to learn from."""
+    """Every reward call of a rollout failed, so there is nothing to learn from."""
 
 
 class StopAskedError(PipelineError, RuntimeError):

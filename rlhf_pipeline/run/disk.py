@@ -218,7 +218,7 @@ def named_disk_errors(run: RunFolder) -> Iterator[None]:
                 "Every stored trajectory and every finished checkpoint is intact. "
                 f"{'Free disk space' if full else 'Fix the problem'}, then repeat the command with --resume."
             )
-        raise RunStorageError(f"the run folder {run.address} cannot be written: {error}. {advice}") from error
+        raise RunStorageError(f"the run folder {run.address} cannot be written to: {error}. {advice}") from error
 
 
 def _is_about_the_folder(run: RunFolder, error: OSError) -> bool:

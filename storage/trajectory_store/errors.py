@@ -87,7 +87,7 @@ class PlaceError(MissingRowError, IndexError):
 
 
 class SegmentGoneError(MissingRowError):
-    """A segment was evicted or compacted since the last refresh. Reads refresh the store and retry."""
+    """A segment has been evicted or compacted since the last refresh. Reads refresh the store and retry."""
 
 
 class SnapshotGoneError(MissingRowError):
