@@ -185,8 +185,8 @@ class Collect(Settings):
     max_row_tokens: int | None = setting(
         None,
         min=2,
-        help="With an environment: maximum total number of tokens in the prompt, the turns and the replies; None uses "
-        "the model's context length.",
+        help="With an environment: maximum total number of tokens in the prompt, the completions and the replies; None "
+        "uses the model's context length.",
     )
     step_timeout_s: float | None = setting(
         60.0,

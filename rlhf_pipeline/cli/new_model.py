@@ -15,8 +15,8 @@ from rlhf_pipeline.report.formatting import duration
 HELP = "create a small untrained model from a text file, or a model folder from a GGUF file"
 DETAILS = """\
 Trains a tokenizer on the text, and writes a model folder that contains this tokenizer and a small untrained causal
-language model. transformers can load the folder. With --gguf, writes the model in a GGUF file to a model folder,
-dequantized to float32. Nothing is downloaded.
+language model. transformers can load the folder. With --gguf, reads a model from a GGUF file, dequantizes it
+to float32, and writes it to a model folder. Nothing is downloaded.
 
 examples:
   rlhf-pipeline new-model model --text train.jsonl --hidden-size 256 --num-layers 4

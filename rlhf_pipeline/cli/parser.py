@@ -35,7 +35,7 @@ Start here (about a minute on a CPU, without downloads):
 _EXAMPLES = """\
 examples:
   rlhf-pipeline list                              the pipelines and their requirements
-  rlhf-pipeline run copy_digits                   learn to copy digits; stored in runs/copy_digits
+  rlhf-pipeline run copy_digits                   learn to copy digits; the run folder is runs/copy_digits
   rlhf-pipeline run my_task.py:my_pipeline        your own function that returns a Pipeline
   rlhf-pipeline run copy_digits --resume          resume a stopped run
   rlhf-pipeline config learn.lr                   the meaning and bounds of a setting

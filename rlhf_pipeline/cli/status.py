@@ -30,7 +30,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("path", metavar="RUN", help="a run")
     command.add_argument(
-        "--check", action="store_true", help="print only the alarms, or `healthy` if no alarm has the severity `page`"
+        "--check",
+        action="store_true",
+        help="print only the alarms, preceded by `healthy` if none of them has the severity `page`",
     )
     command.add_argument(
         "--process",

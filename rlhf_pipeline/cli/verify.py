@@ -17,8 +17,8 @@ missing.
 examples:
   rlhf-pipeline verify runs/copy_digits
   rlhf-pipeline verify runs/copy_digits/store
-  rlhf-pipeline verify runs/copy_digits/store --accept-loss          all reported trajectories
-  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    the commits that contain these trajectories"""
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss          all corrupted commits
+  rlhf-pipeline verify runs/copy_digits/store --accept-loss 17 18    only the commits that contain these trajectories"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -29,8 +29,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         nargs="*",
         type=int,
         metavar="ID",
-        help="record the corrupted trajectories with these ids (default: all) as lost; `verify` then no longer reports "
-        "them as a problem, and they become readable again if their files are restored",
+        help="accept the loss of the corrupted commits that contain trajectories with these ids (default: all "
+        "corrupted commits); `verify` then no longer reports the loss as a problem, and the trajectories become "
+        "readable again if the files are restored",
     )
 
 

@@ -73,7 +73,7 @@ class LossSettings(GRPO):
     )
     head: Literal["auto", "fused", "recompute"] = setting(
         "auto",
-        help="How the head is computed: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; "
+        help="How the head is evaluated: `fused` (3 matmuls; token-level objectives), `recompute` (4 matmuls; "
         "any objective), or `auto`.",
     )
     chunk_size: int | None = setting(

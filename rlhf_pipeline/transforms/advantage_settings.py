@@ -76,8 +76,8 @@ class AdvantageSettings(WritePath):
     )
     scored_in: torch.dtype = setting(
         torch.float32,
-        help="The dtype in which the models compute log-probs. It determines the rounding of the KL penalty: returns "
-        "count as equal if the task rewards are equal and the returns differ only by this rounding.",
+        help="The dtype in which the models compute log-probs. It determines the rounding error of the KL penalty: "
+        "returns count as equal if the task rewards are equal and the returns differ only by this error.",
     )
     rewards: dict[str, float] = setting(
         factory=dict,
