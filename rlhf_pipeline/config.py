@@ -616,7 +616,7 @@ class Replay(Settings):
             ),
             (
                 not self.recorded_order or (len(self.stores) <= 1 and self.epochs is None),
-                "recorded_order needs exactly one store and no epochs.",
+                "recorded_order needs exactly one store and epochs=none.",
             ),
         ]
 
@@ -1399,8 +1399,8 @@ class Pipeline(Settings):
             ),
             (
                 self.replay is not None or self.sample.strategy != "fresh" or self.sample.batch_size is None,
-                "sample.strategy=fresh uses the complete newest rollout, or learn.minibatches parts of it, so "
-                "sample.batch_size cannot be set.",
+                "sample.strategy=fresh uses the complete newest rollout, or divides it into learn.minibatches parts, "
+                "so sample.batch_size cannot be set.",
             ),
             (
                 parts == 1 or self.sample.strategy == "fresh",

@@ -55,8 +55,8 @@ def execute(args: argparse.Namespace) -> int:
     with alone(run, path), TrajectoryStore.open(path, mode="a") as store:
         if store.being_written():
             raise RunExistsError(
-                f"a process is writing to {path}. The process merges small segments automatically, and its open "
-                "segment would not be merged. Stop the process first. (With the zarr backend, a killed writer is "
+                f"a process is writing to {path}. The process merges small segments automatically, and compacting "
+                "now would omit its open segment. Stop the process first. (With the zarr backend, a killed writer is "
                 "considered active for an hour.)"
             )
         with progress_lines("compacting for {}; it can be stopped without loss"):

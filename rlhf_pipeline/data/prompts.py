@@ -465,7 +465,10 @@ class Mix(Settings):
                 f"weights must be empty or contain one value per source: expected {len(self.sources)}, got "
                 f"{len(self.weights)}.",
             ),
-            (len(same) <= 1, "the sources differ in as_chat or chat_template_kwargs; set them equal in all sources."),
+            (
+                len(same) <= 1,
+                "the sources differ in as_chat or chat_template_kwargs; use the same values in all sources.",
+            ),
         ]
 
     @property
@@ -602,7 +605,7 @@ class _Reading:
             sources = find_sources([self.path])
         except MissingPathError as error:
             raise MissingPathError(
-                f"there is no prompt file at {self.path}: {error} Set the path, for example: --set "
+                f"the prompts cannot be read: {error} Set the path, for example: --set "
                 "prompts.path=FOLDER/train.jsonl. To use a dataset from a hub, first save it to disk: "
                 "datasets.load_dataset(NAME, split='train').save_to_disk(FOLDER)"
             ) from error

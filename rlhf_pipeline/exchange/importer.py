@@ -406,7 +406,7 @@ def _as_written(fields: Fields, tool: Tool) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:  # whatever a row of foreign data may hold
         raise DataError(
-            f"this row differs from the format of {tool.summary} ({type(error).__name__}: {error}). "
+            f"this row does not match the format of {tool.summary} ({type(error).__name__}: {error}). "
             f"{fields.describe_row()}"
         ) from error
 

@@ -180,7 +180,7 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
         )
     if not finite or gradient is None or not bool(torch.isfinite(gradient).all()):
         problem = (
-            "a loss without a gradient to tokens.log_probs"
+            "a loss without a gradient with respect to tokens.log_probs"
             if gradient is None
             else "a loss or a gradient that is not finite"
         )

@@ -350,7 +350,7 @@ def _cache_refusal(trunk: nn.Module, config: Any, cache_type: Any) -> str | None
         )
         if tuple(getattr(config, "time_step_limit", ())) == (0.0, math.inf):
             reason += (
-                "; its config has no such limit: load it by name, or call "
+                "; its config has no such limit: load the model by name, or call "
                 "rlhf_pipeline.policies.loading.use_config_time_steps(model) first"
             )
         return reason

@@ -35,7 +35,7 @@ def evaluate_once(
     policy = build_policy(pipeline, seed=seed, device=device)
     if checkpoint is not None:
         read_weights(checkpoint, policy=policy, learn=pipeline.learn)
-    advice = "Stop that process first, or evaluate a copy: rlhf-pipeline copy RUN COPY."
+    advice = "Stop that process first."
     with (
         named_disk_errors(folder),
         folder.lock(advice=advice),

@@ -150,7 +150,7 @@ def open_sources(paths: Sequence[Address]) -> Iterator[list[TrajectoryStore]]:
             try:
                 stores.append(stack.enter_context(TrajectoryStore.open(path, mode="r")))
             except StoreNotFoundError as error:
-                raise MissingPathError(f"there is no longer a store at {path}: {error}") from error
+                raise MissingPathError(f"there is no longer a store at {path}. Restore it from a copy.") from error
         yield stores
 
 

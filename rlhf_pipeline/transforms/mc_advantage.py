@@ -424,7 +424,7 @@ class MCAdvantage(Transform):
         if self.rows is not None and self._store_call is None:
             raise DefinitionError(
                 f"the groups of this MCAdvantage are waiting in {self.rows.store.path}, where MCAdvantage.{method} "
-                f"cannot write. Call {instead} of the TrajectoryReplayBuffer."
+                f"cannot write. Call TrajectoryReplayBuffer.{instead} instead."
             )
         return self._store_call
 

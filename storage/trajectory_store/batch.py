@@ -146,7 +146,7 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
             if not column.optional:
                 raise BatchError(
                     f"column '{column.name}' is missing from the batch and has no fill value. "
-                    f"The batch has: {', '.join(data) or 'no columns'}."
+                    f"Columns of the batch: {', '.join(data) or 'none'}."
                 )
             continue
         rows = data[column.name]

@@ -349,7 +349,7 @@ class ColumnReader:
             if targets is not None:
                 catalog.note_damage()  # they are hidden from now on
                 if self._every:
-                    raise DamageFoundError(f"{catalog.medium.where}: damaged later values were found")
+                    raise DamageFoundError(f"{catalog.medium.where}: some later values are damaged")
             raise catalog.unreadable(update, gap, mine)
         places = self._places(column)
         if places is not self._base:

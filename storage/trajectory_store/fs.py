@@ -38,8 +38,8 @@ def failed(error: OSError, path: Path | str, doing: str) -> WriteFailedError:
         why = os.strerror(error.errno or 0)
         way_out = "Check the disk, then open the store again"
     message = (
-        f"{doing} failed at {path}: {why}. All acknowledged rows are safe and readable; these rows are not in the "
-        f"store. {way_out}."
+        f"{doing} failed at {path}: {why}. All acknowledged rows are safe and readable; the rows of this call are not "
+        f"in the store. {way_out}."
     )
     return WriteFailedError(error.errno, message, str(path))
 

@@ -337,7 +337,7 @@ class LocalWriter(SegmentWriter):
         time_ns = max(time_ns, self.last_time + 1)
         self._put_record(KIND_ROWS, first + batch.n_rows, batch.n_rows, sum(ends.values()), time_ns, crc, checks_end)
         if self._marks[ENDING_AT : ENDING_AT + 1][0] and self._is_fenced():
-            raise SealedError(f"{self.folder} was ended by another process")
+            raise SealedError(f"segment {self.folder} was ended by another process")
         self.rows, self.ends, self.last_time, self.records = first + batch.n_rows, ends, time_ns, self.records + 1
         self._checks_end = checks_end
         if not self._waits:

@@ -50,7 +50,7 @@ def count_of(name: str, value: object, most: int, least: int = 1) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise SchemaError(f"{name}={value!r} is not a whole number; it must be at least {least}, or None.")
+        raise SchemaError(f"{name}={value!r} is not valid; it must be a whole number of at least {least}, or None.")
     if value < least:
         raise SchemaError(f"{name}={value} is too small; it must be at least {least}, or None.")
     if value > most:

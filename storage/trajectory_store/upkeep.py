@@ -163,7 +163,9 @@ def compact(catalog: Catalog, root: Root) -> CompactReport:
     before, bytes_before, moved = len(catalog.segments) + len(catalog.updates), _disk_bytes(catalog), 0
     with _claim(catalog) as mine:
         if not mine:
-            return CompactReport(before, before, 0, bytes_before, bytes_before, "another process compacts")
+            return CompactReport(
+                before, before, 0, bytes_before, bytes_before, "another process is compacting the store"
+            )
         still = [s for s in catalog.row_segments() if catalog.is_final(s)]
         updates = [s for s in catalog.updates.values() if catalog.is_final(s)]
         _drop(catalog, {s.ordinal for s in _sound(catalog, [s for s in (*still, *updates) if not s.rows])}, {})

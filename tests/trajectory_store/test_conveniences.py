@@ -349,8 +349,11 @@ def test_as_of_is_complete(store):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"max_trajectories": 2.5}, "max_trajectories=2.5 is not a whole number"),
-        ({"max_trajectories": True}, "max_trajectories=True is not a whole number"),
+        (
+            {"max_trajectories": 2.5},
+            "max_trajectories=2.5 is not valid; it must be a whole number of at least 1, or None",
+        ),
+        ({"max_trajectories": True}, "max_trajectories=True is not valid; it must be a whole number"),
         ({"segment_rows": 2**40}, "segment_rows=1099511627776 is too large"),
         ({"max_bytes": "many"}, "max_bytes='many' is not a size. Specify a number of bytes, or text such as '20GB'"),
         ({"max_bytes": 0}, "max_bytes=0 is too small"),

@@ -137,7 +137,7 @@ def test_without_locks_a_folder_is_kept_as_a_bucket_is(tmp_path, monkeypatch, ba
         journal = store._catalog.journal
         until = time.time_ns() + 60_000_000_000
         assert journal.change(lambda state: replace(state, claim=("somebody", until)))
-        assert store.compact().skipped == "another process compacts"
+        assert store.compact().skipped == "another process is compacting the store"
         assert journal.change(lambda state: replace(state, claim=None))
         assert store.compact().segments_after == 1
         assert store.read_scalars("tag").tolist() == [0, 1, 2]

@@ -73,7 +73,7 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
     if len(numbers) > 1:
         raise DefinitionError(
             f"which columns are the rewards? The numeric columns are {', '.join(numbers)}. Choose one, or a sum with "
-            f"the weights that the training used: --field reward={numbers[0]} or --field "
+            f"the weights used in training: --field reward={numbers[0]} or --field "
             f"reward={numbers[0]}+0.5*{numbers[1]}"
         )
     if not numbers:

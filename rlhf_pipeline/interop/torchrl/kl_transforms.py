@@ -118,7 +118,7 @@ class KLRewardTransform(KLReward):
         if requires_grad:
             raise DefinitionError(
                 "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
-                "reference of a language model is scored without gradients, because the penalty is part of the "
+                "reference of a language model scores tokens without gradients, because the penalty is part of the "
                 "reward. Omit requires_grad, or add a KL term to the loss with GRPOLoss(kl_to_ref_coeff=...)."
             )
         models = [m for m in (ref_model, actor) if m is not None]

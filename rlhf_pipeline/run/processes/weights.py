@@ -136,5 +136,5 @@ def weights_problem(run: RunFolder, published: Published) -> str | None:
     folder = run.bring(weights_folder(run, published))
     problem = folder_problem(folder)
     if problem is None and published.digest not in (0, folder_digest(folder)):
-        return "they are not the published weights"
+        return "the files differ from those that were published"
     return problem

@@ -594,7 +594,7 @@ class ObjectWriter(SegmentWriter):
             self._count(commit)
             raise
         if not mine:
-            raise SealedError(f"{self._name} was ended by another process")
+            raise SealedError(f"segment {self._name} was ended by another process")
         self._count(commit)
         return commit.rows_end - commit.n_rows
 

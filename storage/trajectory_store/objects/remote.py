@@ -76,7 +76,7 @@ class _Parallel(Bucket):
             if self._first_process:
                 raise StoreError(
                     f"process {os.getpid()} was forked from process {self._first_process[0]} after that process had "
-                    f"used an object store, so it cannot use an object store ({self.where}). Start such processes "
+                    f"used an object store, so the forked process cannot use one ({self.where}). Start such processes "
                     "with multiprocessing.get_context('spawn'), or fork before the first store is opened."
                 )
             self._first_process.append(os.getpid())

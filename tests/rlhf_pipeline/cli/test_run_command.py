@@ -90,7 +90,10 @@ def test_other_folder_is_taken(cli: Cli):
         (["copy_digits", "--device", "cudda"], "there is no such device. Did you mean 'cuda'?"),
         (["gsm8k"], "there is no model folder at model. Create one: rlhf-pipeline new-model model --text FILE"),
         (["gsm8k", "--set", "policy.path=./nowhere/model"], "there is no model folder at ./nowhere/model"),
-        (["gsm8k", "--set", "policy.path=owner/name"], "there is no prompt file at train.jsonl"),
+        (
+            ["gsm8k", "--set", "policy.path=owner/name"],
+            "the prompts cannot be read: there is no file or folder at train.jsonl",
+        ),
         (["copy_digits", "--resume"], "there is no run at runs/copy_digits"),
         (["--resume"], "specify the run to continue"),
         ([], "a definition is required, for example: rlhf-pipeline run copy_digits"),
@@ -128,7 +131,7 @@ def test_broken_model_folder(cli: Cli):
     Path("model/config.json").write_text("{}")
     assert "has no weights" in cli("run", "gsm8k").err
     Path("model/model.safetensors").write_bytes(b"")
-    assert "there is no prompt file" in cli("run", "gsm8k").err
+    assert "the prompts cannot be read" in cli("run", "gsm8k").err
 
 
 def test_broken_prompt_file(cli: Cli, tmp_path: Path):

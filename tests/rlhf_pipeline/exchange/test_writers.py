@@ -280,7 +280,7 @@ def test_any_wrong_field_is_a_sentence(tmp_path: Path, jsonl: Write, chat_tokeni
         return
     counted = report.num_imported + report.num_skipped + report.files[0].num_left_out + len(report.files[0].bad)
     assert counted == 1 + len(rows)
-    assert any("this row differs from the format of" in bad for bad in report.files[0].bad) or tool in (
+    assert any("this row does not match the format of" in bad for bad in report.files[0].bad) or tool in (
         "slime",
         "open-instruct",
     )

@@ -174,9 +174,7 @@ def test_a_choice_that_makes_no_sense_is_refused(fields, message):
 
 def test_fresh_takes_the_whole_rollout():
     """A batch size beside it would be ignored, so it is refused."""
-    with pytest.raises(
-        DefinitionError, match=r"or learn\.minibatches parts of it, so sample\.batch_size cannot be set"
-    ):
+    with pytest.raises(DefinitionError, match=r"into learn\.minibatches parts, so sample\.batch_size cannot be set"):
         replaying(batch_size=8)
 
 

@@ -135,7 +135,7 @@ def test_metrics_of_ones_own_are_in_the_line(own: Path):
 @pytest.mark.parametrize(
     ("field", "function", "sentence"),
     [
-        ("loss.objective", "lambda tokens: tokens.advantage", "returned a loss without a gradient to tokens.log_probs"),
+        ("loss.objective", "lambda tokens: tokens.advantage", "returned a loss without a gradient with respect to"),
         (
             "loss.objective",
             "lambda tokens: tokens.log_probs[:2]",

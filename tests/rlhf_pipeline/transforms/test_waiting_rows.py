@@ -539,7 +539,7 @@ def test_what_the_transform_alone_cannot_do(open_buffer, make_rows):
     rb.extend(lazy_stack(make_rows([4])))
     transform = rb.transform[0]
     for call in (transform.close, transform.close_overdue, lambda: transform.report_failed(0)):
-        with pytest.raises(DefinitionError, match="of the TrajectoryReplayBuffer"):
+        with pytest.raises(DefinitionError, match=r"Call TrajectoryReplayBuffer\.\w+ instead"):
             call()
     with pytest.raises(DefinitionError, match="close_groups"):
         transform.clear_queues()
