@@ -138,7 +138,7 @@ def _missing_rows(run: RunFolder, name: str, counted: int, what: str) -> Iterato
                 for problem in store.verify().problems[:1]:  # none if a power loss took them
                     yield f"{name} is damaged: {problem.rstrip('.')}"
     except StoreError as error:
-        yield f"{name} cannot be read ({error})" if run.place.has(name) else f"there is no {name}"
+        yield f"{name} cannot be read ({str(error).rstrip('.')})" if run.place.has(name) else f"there is no {name}"
 
 
 def _steps_per_rollout(pipeline: Mapping[str, Any]) -> int:

@@ -244,8 +244,8 @@ class Gatherer:
             batch = source.read_batch(rows, schema).fitted(schema)
         except MissingRowError as error:
             raise DataError(
-                f"{source.path} no longer contains some of the trajectories that this run selected ({error}). They "
-                "were evicted; start a new run with --out OTHER_FOLDER to learn from the remaining ones."
+                f"{source.path} no longer contains some of the trajectories that this run selected: they were "
+                "evicted. Start a new run with --out OTHER_FOLDER to learn from the remaining ones."
             ) from error
         except CorruptionError as error:
             raise DataError(

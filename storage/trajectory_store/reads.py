@@ -73,9 +73,10 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                 self.follow()
                 looks += self.catalog_number == number
                 if looks > 2 and not self._catalog.find_missing():  # pyright: ignore[reportPrivateUsage]
+                    lost = str(error).partition(" was ")[0]  # the segment or the object
                     raise CorruptionError(
-                        f"{self.path}: {error} The catalog still lists the segment, so its files were removed by "
-                        "something other than the store. Run verify(), and restore the segment from a copy."
+                        f"{self.path}: {lost} is missing, although the catalog still lists the segment: something "
+                        "other than the store removed the files. Run verify(), and restore the segment from a copy."
                     ) from None
             except StoreError:
                 raise
