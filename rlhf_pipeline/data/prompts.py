@@ -101,7 +101,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
     except (IndexError, StopIteration) as error:
         raise DefinitionError(
             f"prompts: {name} has no prompt {at} ({type(error).__name__}: {error}). If the source is finite, "
-            "define its method __len__; its prompts are then used epoch by epoch."
+            "define its __len__ method; its prompts are then used epoch by epoch."
         ) from error
     except Exception as error:
         raise DefinitionError(

@@ -274,7 +274,7 @@ def form_of(reward: Reward, columns: Sequence[str] | None = None) -> Form:
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_place = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
     if not names and not rest and not by_place:
-        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it has no arguments"))
+        raise DefinitionError(_refusal(reward, str(signature), [], columns or (), "it takes no arguments"))
     nothing_known = supplied.isdisjoint(names) and (bool(unknown) or (columns is not None and not rest))
     if by_place or nothing_known:
         try:

@@ -316,7 +316,7 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if kind in "iu" and bool((lost := out.astype(np.float64) != array).any()):
             raise BatchError(
                 f"column '{column.name}': {int(array[lost][0])} cannot be represented exactly as {column.dtype}. Use "
-                "a larger dtype, or convert it first."
+                "a larger dtype, or convert the value first."
             )
         if kind == "f" and out.itemsize < array.itemsize and bool((lost := np.isinf(out) & np.isfinite(array)).any()):
             raise BatchError(f"column '{column.name}': {float(array[lost][0])} is too large for {column.dtype}.")

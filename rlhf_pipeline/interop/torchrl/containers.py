@@ -217,8 +217,8 @@ class LLMWrapperBase(_TorchRLWrapperBase):
         lengths = prompt_lengths(tensordict, batch, prompt_key, assistant_key)
         if lengths is None:
             raise DataError(
-                "The lengths of the prompts are unknown. Write num_prompt_tokens [B], ragged prompts under "
-                f"{prompt_key!r}, or {assistant_key!r}."
+                "The lengths of the prompts are unknown. The TensorDict must contain num_prompt_tokens [B], ragged "
+                f"prompts under {prompt_key!r}, or a mask of the assistant's tokens under {assistant_key!r}."
             )
         index = batch.attention_mask.cumsum(1) - 1
         mask = batch.attention_mask & (index >= lengths[:, None])

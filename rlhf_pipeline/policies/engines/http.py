@@ -282,7 +282,7 @@ class HTTPEngine:
         if number is None:
             raise EngineError(
                 f"the server at {self.name} sampled with weights labelled {label!r}, which this run did not load. "
-                "Does another run use the server, or was it restarted? Use a separate server for each run."
+                "Is another run using the server, or was the server restarted? Use a separate server for each run."
             )
         return number
 

@@ -240,7 +240,7 @@ def test_a_finite_source_of_ones_own_is_taken_epoch_by_epoch():
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        (lambda cursor: [Prompt(text="a")][cursor], "has no prompt 1 .*define its method __len__"),
+        (lambda cursor: [Prompt(text="a")][cursor], "has no prompt 1 .*define its __len__ method"),
         (lambda cursor: "text", "returned str; it must return an rlhf_pipeline.Prompt"),
         (lambda cursor: {}["x"], r"prompt\(1, 0\) raised KeyError"),
         (
