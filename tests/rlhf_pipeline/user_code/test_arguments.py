@@ -240,7 +240,7 @@ def test_an_argument_shows_how_the_prompt_ended():
     [
         (lambda completion, solutoin: 1.0, r"there is no 'solutoin'.* docs/rewards.md"),
         (lambda completions, trainer_state: [1.0], "there is no 'trainer_state'"),
-        (lambda: 1.0, "has no arguments"),
+        (lambda: 1.0, "takes no arguments"),
         (lambda a, b, /: 1.0, "too many positional arguments"),
         (lambda completoin="": 1.0, "there is no 'completoin'"),
     ],
