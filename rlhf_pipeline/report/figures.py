@@ -174,7 +174,9 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
                 "share",
                 "effective sample size of the sequence ratios, each the product of one completion's token ratios",
             ),
-            Figure("ess_weight", "share", "mean weight that `sample.min_ess` assigns; absent if this setting is none"),
+            Figure(
+                "ess_weight", "share", "mean weight that `sample.min_ess` assigns; absent if this setting is `none`"
+            ),
             Figure(
                 "kl_approx",
                 "nats/token",
