@@ -141,7 +141,9 @@ def override_all(config: T, pairs: Sequence[tuple[str, str]], code: Code = _no_c
             for place in range(len(config))
         ]
         if sum(map(len, within)) < len(pairs):
-            raise DefinitionError(f"there is no '{pairs[0][0]}': there are {len(config)} items, numbered from 0.")
+            raise DefinitionError(
+                f"there is no '{pairs[0][0]}': the list has length {len(config)}, and its items are numbered from 0."
+            )
         return cast(T, tuple(override_all(part, some, code) for part, some in zip(config, within, strict=True)))
     if isinstance(config, dict):  # several groups of fields, each by its name
         configs = cast("dict[str, Any]", config)

@@ -436,8 +436,8 @@ class TrajectoryReplayBuffer(TensorDictReplayBuffer):
         expected = min(max(watermark - start, 0), self.trajectories.max_size)
         if at is not None and len(ids) < expected:
             raise DataError(
-                f"{expected - len(ids)} of the {expected} trajectories of this step are no longer in the store at "
-                f"{store.path}, so the batch cannot be drawn again; raise max_size to keep more."
+                f"the store at {store.path} no longer contains {expected - len(ids)} of the {expected} trajectories of "
+                "this step, so the batch cannot be drawn again; raise max_size to keep more."
             )
         ids = np.asarray(ids[max(len(ids) - expected, 0) :])
         ready = self.trajectories.ready(ids, None if values is store else values)

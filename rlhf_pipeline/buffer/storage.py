@@ -203,7 +203,9 @@ class TrajectoryStorage(Storage):
         with self._lock:
             slots = self._cursor_slots(cursor)
             if len(slots) != n:
-                raise DataError(f"got {n} trajectories for {len(slots)} slots; pass one trajectory per slot")
+                raise DataError(
+                    f"the numbers of trajectories ({n}) and slots ({len(slots)}) differ; pass one trajectory per slot"
+                )
             if n:
                 self._append(rows, slots, in_turn=np.array_equal(slots, self._slots.expected(n)))
                 if set_cursor:
@@ -377,7 +379,10 @@ class TrajectoryStorage(Storage):
         """Set the priorities of rows by their ids, as `set_priority` does by slot."""
         values = torch.as_tensor(priority, dtype=torch.float32).detach().cpu().reshape(-1)
         if values.numel() not in (1, len(ids)):
-            raise DataError(f"got {values.numel()} priorities for {len(ids)} rows; pass one per row, or one for all")
+            raise DataError(
+                f"the numbers of priorities ({values.numel()}) and rows ({len(ids)}) differ; pass one per row, or one "
+                "for all"
+            )
         if not bool((values.isfinite() & (values >= 0)).all()):
             raise DataError(f"priorities must be finite and at least 0; got {values[:8].tolist()}")
         self.update(ids, priority=values.expand(len(ids)))
@@ -408,7 +413,7 @@ class TrajectoryStorage(Storage):
                     f"index out of range: the storage at {self.store.path} has {len(rows)} trajectories ({error})"
                 ) from None
         if row_ids.size and int(row_ids.min()) < 0:
-            raise IndexError(f"{int((row_ids < 0).sum())} of the requested slots were never written")
+            raise IndexError(f"no row was ever written to {int((row_ids < 0).sum())} of the requested slots")
         return row_ids
 
     def mapped_rows(self) -> np.ndarray:
@@ -825,8 +830,8 @@ def stored_array(column: Column, key: Key, value: Flat | Text, n: int, alike: Al
     if not column.ragged:
         if len(array) != n:
             raise DataError(
-                f"{key!r} has {len(array)} values for {n} trajectories; the column '{column.name}' needs one per "
-                "trajectory"
+                f"{key!r} has length {len(array)}; the column '{column.name}' needs one value per trajectory, {n} in "
+                "total"
             )
         return array
     if value.lengths is None:

@@ -726,8 +726,8 @@ class Conversations:
                     step.row >= len(conversation.rows) or not conversation.rows[step.row].turns
                 ):
                     raise ValueError(
-                        f"the step refers to row {step.row}, but the row must be one of the {len(conversation.rows)} "
-                        "rows of the episode and have at least one turn"
+                        f"the step refers to row {step.row}; the index must be below {len(conversation.rows)}, the "
+                        "number of rows of the episode, and the row must have at least one turn"
                     )
                 conversation.outcome_row = step.row
             elif conversation.num_turns >= self.config.max_turns:
@@ -758,8 +758,8 @@ class Conversations:
             return self._reply(conversation, ended, step)
         if step.row >= len(conversation.rows) or (row := conversation.rows[step.row].row) is None:
             raise ValueError(
-                f"the step continues row {step.row}, but the row must be one of the {len(conversation.rows)} rows of "
-                "the episode and have at least one turn"
+                f"the step continues row {step.row}; the index must be below {len(conversation.rows)}, the number of "
+                "rows of the episode, and the row must have at least one turn"
             )
         conversation.current = step.row
         return self._going_on(conversation, ended, row, step)

@@ -326,7 +326,9 @@ def _csv_rows(source: SourceFile, growing: bool) -> Iterator[tuple[int, dict[str
                 number, before = before + 1, rows.line_num
                 if None in row or None in row.values():
                     width = len(rows.fieldnames or ())
-                    raise DataError(f"{path}:{number}: this row does not have the {width} columns of the first line.")
+                    raise DataError(
+                        f"{path}:{number}: this row does not have as many columns as the first line ({width})."
+                    )
                 yield number, dict(row)
         except (csv.Error, UnicodeDecodeError) as error:
             if growing and "unexpected end of data" in str(error):

@@ -106,7 +106,7 @@ def prompt_at(source: PromptSource, cursor: int, seed: int) -> Prompt:
     except Exception as error:
         raise DefinitionError(
             f"prompts: {name}.prompt({at}, {seed}) raised {type(error).__name__}: {error}. "
-            "A prompt source must have a method prompt(cursor, seed) that returns a Prompt."
+            "A prompt source must have a prompt(cursor, seed) method that returns a Prompt."
         ) from error
     if not isinstance(prompt, Prompt):
         raise DefinitionError(
@@ -635,9 +635,9 @@ def _read(reading: _Reading) -> _Read:
         else:
             skipped[rule] = skipped.get(rule, 0) + 1
     if not prompts:
-        gone = "".join(f" {count:,} rows were skipped by skip={rule}." for rule, count in skipped.items())
+        gone = "".join(f" Rows skipped by skip={rule}: {count:,}." for rule, count in skipped.items())
         raise DataError(
-            f"{reading.path or 'the list of rows'} has no prompts with a field '{reading.prompt_field}'.{gone}"
+            f"{reading.path or 'the list of rows'} has no prompts in the field '{reading.prompt_field}'.{gone}"
         )
     return _Read(tuple(prompts), skipped, tuple(sorted({name for prompt in prompts for name in prompt.meta})))
 

@@ -243,7 +243,7 @@ def concat(
     for key in sorted({key for part in parts for key in part}, key=str):
         missing = next((part for part in parts if key not in part), None)
         if missing is not None:
-            raise DataError(f"{missing.n} of {sum(counts)} trajectories lack the key {key!r}, which the others have")
+            raise DataError(f"the key {key!r} is missing from {missing.n} of {sum(counts)} trajectories")
         columns = [part[key] for part in parts]
         if all(isinstance(column, Text) for column in columns):
             items = [item for column in columns if isinstance(column, Text) for item in column.items]

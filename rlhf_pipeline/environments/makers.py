@@ -133,7 +133,7 @@ def maker_of(environment: Any) -> Maker:
     if inspect.isclass(environment) and not hasattr(environment, "step"):
         return MethodTools(environment)
     if inspect.isclass(environment) and not hasattr(environment, "reset"):
-        raise DefinitionError(f"the environment {environment.__name__} has no method reset.")
+        raise DefinitionError(f"the environment {environment.__name__} has no reset method.")
     if inspect.isroutine(environment) or isinstance(environment, functools.partial):
         return Factory(cast("Callable[[], Any]", environment))
     return cast(Maker, environment)

@@ -115,7 +115,7 @@ class MethodTools:
         ]
         if not self.names:
             raise DefinitionError(
-                f"the environment {getattr(self.kind, '__name__', self.kind)} has neither a method `step` nor methods "
+                f"the environment {getattr(self.kind, '__name__', self.kind)} has neither a `step` method nor methods "
                 "that are tools."
             )
 

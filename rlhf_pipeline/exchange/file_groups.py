@@ -48,7 +48,7 @@ class FileGroups:
         elif key is None:
             if self._last is None or self._last[0] != prompt_key:
                 if self._checked and prompt_key in self._ungrouped_prompts:
-                    fields = f" (the rows have the fields {', '.join(sorted(record.meta))})" if record.meta else ""
+                    fields = f" (fields of the rows: {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
                         f"a prompt reappears after other prompts, and no field identifies its group{fields}. "
                         f"{_NAME}. If all rows of a prompt form one group: --group-by prompt. To keep the "

@@ -52,8 +52,8 @@ class MovingReference:
         if tensors.keys() != self._average.keys():
             wrong = sorted(tensors.keys() ^ self._average.keys())
             raise DataError(
-                f"the saved reference belongs to another model: {len(wrong)} parameter names differ, for example "
-                f"{wrong[0]!r}."
+                f"the saved reference belongs to another model (differing parameter names: {len(wrong)}, for "
+                f"example {wrong[0]!r})."
             )
         for name, average in self._average.items():
             average.copy_(tensors[name])

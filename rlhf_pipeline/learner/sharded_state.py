@@ -78,8 +78,8 @@ def read_shards(path: Path, model: nn.Module, optimizer: PolicyOptimizer) -> Non
     missing = sorted(targets.keys() ^ {name for name in saved if not name.startswith(RNG) or name == rng})
     if missing:
         raise DataError(
-            f"the checkpoint {path} belongs to another model: {len(missing)} tensors differ, for example "
-            f"{missing[0]!r}."
+            f"the checkpoint {path} belongs to another model (differing tensors: {len(missing)}, for example "
+            f"{missing[0]!r})."
         )
     try:
         with warnings.catch_warnings():

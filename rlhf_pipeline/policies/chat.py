@@ -251,11 +251,12 @@ def _check_order(tail: str, marked: Sequence[Message], first: int) -> None:
     expected_order = [i for i, message in enumerate(marked) if i >= first and isinstance(message.get("content"), str)]
     if shown_order != expected_order:
         written, expected = (
-            [f"{i + (i >= first)} ({marked[i]['role']})" for i in part] for part in (shown_order, expected_order)
+            [f"message {i + (i >= first)} ({marked[i]['role']})" for i in part]
+            for part in (shown_order, expected_order)
         )
         raise DefinitionError(
-            f"After an assistant turn, the chat template writes the messages {', '.join(written) or 'none'} instead "
-            f"of {', '.join(expected)}, so the policy would read a different conversation. Use a template that "
+            f"After an assistant turn, the chat template writes {', '.join(written) or 'no message'} instead of "
+            f"{', '.join(expected)}, so the policy would read a different conversation. Use a template that "
             "writes every message once, in order."
         )
 

@@ -79,7 +79,9 @@ def test_a_source_of_a_mixture_is_reached_by_its_place(pipeline):
     mixed = dataclasses.replace(pipeline, prompts=Mix((CopyDigits(num_digits=2), CopyDigits(num_digits=3))))
     changed = override(mixed, "prompts.sources.1.num_digits", "4")
     assert [source.num_digits for source in changed.prompts.sources] == [2, 4]
-    with pytest.raises(DefinitionError, match=r"there is no '2.num_digits': there are 2 items, numbered from 0"):
+    with pytest.raises(
+        DefinitionError, match=r"there is no '2.num_digits': the list has length 2, and its items are numbered from 0"
+    ):
         override(mixed, "prompts.sources.2.num_digits", "4")
 
 

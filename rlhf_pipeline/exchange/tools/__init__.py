@@ -844,7 +844,7 @@ def rows(row: Fields) -> RawRollouts:
         lacks = [target for target in _PAIRS[1] if target not in names] + lacks
     if lacks:
         raise DefinitionError(
-            f"there is no field for {', '.join(lacks)}. {row.describe_row()} Specify the field: --field "
+            f"there is no field for {' or '.join(lacks)}. {row.describe_row()} Specify the field: --field "
             f"{lacks[0]}=NAME (a dotted path selects a nested field; `none` omits the value)"
         )
     if talk is not None:
@@ -916,7 +916,9 @@ def _part(name: str, target: str, value: Any, place: int, num: int) -> Any:
     if not isinstance(value, list):
         raise DataError(f"field '{name}' must be a list of {num} items, one per completion, got {excerpt(value)}.")
     if len(value) != num:
-        raise DataError(f"field '{name}' has {len(value)} items for {num} completions.")
+        raise DataError(
+            f"field '{name}' has length {len(value)}; it must have one item per completion, {num} in total."
+        )
     return value[place]
 
 
@@ -958,7 +960,7 @@ def find_tool(name: str, row: Row, *, is_export: bool = False) -> Tool | None:
     candidates = [tool for tool in TOOLS if tool.name == name]
     lacking = min((tool.signature - row.keys() for tool in candidates), key=len)
     raise DefinitionError(
-        f"the file is not in the format of {' or '.join(tool.summary for tool in candidates)}: its rows lack the "
-        f"fields {', '.join(sorted(lacking))}. Its format appears to be {recognised.name}: use --format "
+        f"the file is not in the format of {' or '.join(tool.summary for tool in candidates)}: its rows lack "
+        f"required fields ({', '.join(sorted(lacking))}). Its format appears to be {recognised.name}: use --format "
         f"{recognised.name}."
     )

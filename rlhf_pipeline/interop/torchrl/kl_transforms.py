@@ -117,8 +117,8 @@ class KLRewardTransform(KLReward):
         refuse_arguments(KLRewardTransform, unknown)
         if requires_grad:
             raise DefinitionError(
-                "requires_grad=True keeps a differentiable copy of an actor, as ActorKLRewardTransform does; the "
-                "reference of a language model scores tokens without gradients, because the penalty is part of the "
+                "requires_grad=True keeps a differentiable copy of an actor, as in ActorKLRewardTransform, but a "
+                "reference model scores tokens without gradients, because the penalty is part of the "
                 "reward. Omit requires_grad, or add a KL term to the loss with GRPOLoss(kl_to_ref_coeff=...)."
             )
         models = [m for m in (ref_model, actor) if m is not None]

@@ -178,7 +178,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         accepted = ("model", "input_key", "device", "layout", "tokenizer_kwargs", "chat_template_name", "chat_template")
         for name in kwargs:
             if name not in options and name not in accepted:
-                raise DefinitionError(f"CausalLMPolicy has no argument {name!r}." + did_you_mean(name, options))
+                raise DefinitionError(f"CausalLMPolicy does not accept {name!r}." + did_you_mean(name, options))
         version = type(self)(**{"model": self.model, **options, **kwargs})
         if self._checkpointing and version.model is self.model:
             version._checkpointing = True

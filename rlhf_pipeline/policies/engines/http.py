@@ -491,7 +491,7 @@ class _ServerCall:
         try:
             choices = sorted(reply["choices"], key=lambda choice: choice["index"])
             if [choice["index"] for choice in choices] != list(range(job.members)):
-                raise ValueError(f"it contains {len(choices)} completions instead of {job.members}")
+                raise ValueError(f"the number of completions is {len(choices)} instead of {job.members}")
             return [self._completion(choice, job.sampling["max_tokens"]) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(

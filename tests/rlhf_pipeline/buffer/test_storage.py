@@ -614,7 +614,9 @@ def test_refused_data(storage, make_rows):
         storage.set([0], TensorDict(a=torch.zeros(1), batch_size=[1]))
     with pytest.raises(DataError, match="int"):
         storage.set(0, 3)
-    with pytest.raises(DataError, match="got 2 trajectories for 1 slots; pass one trajectory per slot"):
+    with pytest.raises(
+        DataError, match=r"the numbers of trajectories \(2\) and slots \(1\) differ; pass one trajectory per slot"
+    ):
         storage.set([0], lazy_stack(make_rows([4, 5])))
     with pytest.raises(DataError, match=r"same keys\. Keys in only one of them: 'meta'"):
         storage.set([0, 1], [make_rows([4])[0], make_rows([4])[0].exclude("meta")])

@@ -76,7 +76,12 @@ def test_a_folder_and_a_pattern_name_files_in_natural_order(tmp_path: Path):
         ("a.csv", b"\xff\xfeq\x00", DefinitionError, "is text in UTF-16"),
         ("a.parquet", b'{"q": 1}\n', DefinitionError, "is not in Parquet format, according to its content"),
         ("a.parquet", b"PAR1junk", DataError, "cannot be read as parquet"),
-        ("a.csv", b"a,b\n1,2\n1,2,3\n", DataError, r"a\.csv:3: this row does not have the 2 columns"),
+        (
+            "a.csv",
+            b"a,b\n1,2\n1,2,3\n",
+            DataError,
+            r"a\.csv:3: this row does not have as many columns as the first line \(2\)",
+        ),
         ("a.csv", b'a,b\n"1\n1",2\n\xff,2\n', DataError, "this line is not valid CSV in UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"q": 1}\n' * 99, mtime=0)[:-12], DataError, "is an incomplete gzip file"),
         ("a.txt", b"hello", DefinitionError, "neither the name nor the content"),

@@ -206,7 +206,7 @@ def test_what_cannot_be_an_environment_is_named():
     class Empty:
         pass
 
-    for wrong, said in ((Empty, "neither a method `step`"), ({}, "an empty dict"), (3, "pass the environment class")):
+    for wrong, said in ((Empty, "neither a `step` method"), ({}, "an empty dict"), (3, "pass the environment class")):
         with pytest.raises(DefinitionError, match=said):
             maker_of(wrong)
     with pytest.raises(

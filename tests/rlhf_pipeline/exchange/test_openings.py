@@ -66,7 +66,7 @@ def test_folders_patterns_and_archives(tmp_path: Path, jsonl: Write):
     (tmp_path / "cut.zip").write_bytes((tmp_path / "all.zip").read_bytes()[:99])
     with pytest.raises(DataError, match=r"cut\.zip is not a complete zip archive"):
         import_files([tmp_path / "cut.zip"], tmp_path / "none")
-    with pytest.raises(DefinitionError, match=r"metrics\.jsonl: there is no field for prompt, completion, reward"):
+    with pytest.raises(DefinitionError, match=r"metrics\.jsonl: there is no field for prompt or completion or reward"):
         import_files([tmp_path / "out" / "metrics.jsonl"], tmp_path / "none")
 
 
@@ -112,7 +112,7 @@ def test_what_is_only_looked_at_is_not_asked_for(tmp_path: Path, jsonl: Write, c
     assert "verl.jsonl: for 1 text, the file does not record which parts the policy sampled" in said
     asked = jsonl([{"question": "a", "reply": "b"}], "other.jsonl")
     (tmp_path / "other-store").mkdir()
-    with pytest.raises(DefinitionError, match=r"no field for prompt, completion.*--field prompt=NAME"):
+    with pytest.raises(DefinitionError, match=r"no field for prompt or completion.*--field prompt=NAME"):
         view._imported(asked, tmp_path / "other-store", False, None, {})
     store, _ = view._imported(
         asked, tmp_path / "other-store", False, None, {"prompt": "question", "completion": "reply"}

@@ -70,7 +70,9 @@ def test_lists_of_completions_are_one_group_each(tmp_path: Path, jsonl: Write, t
     assert rows["group_id"].tolist() == [0, 0, 1, 1]
     assert rows["input_ids"][1].tolist() == [ord("a"), ord("y"), ord("z")]
     assert rows["finish_reason"] == ["stop", "length"] * 2
-    with pytest.raises(DataError, match=r":1: field 'reward' has 1 items for 2 completions"):
+    with pytest.raises(
+        DataError, match=r":1: field 'reward' has length 1; it must have one item per completion, 2 in total"
+    ):
         import_files([jsonl([row | {"reward": [1.0]}], "b.jsonl")], tmp_path / "b", tokenizer=tokenizer)
 
 
@@ -105,7 +107,7 @@ def test_groups_of_one_are_refused(tmp_path: Path, jsonl: Write):
     file = jsonl(rows)
     with pytest.raises(
         DefinitionError,
-        match=r":3: a prompt reappears after other prompts.* \(the rows have the fields of\)\..*--group FIELD",
+        match=r":3: a prompt reappears after other prompts.* \(fields of the rows: of\)\..*--group FIELD",
     ):
         import_files([file], tmp_path / "store")
     assert not (tmp_path / "store").exists()
@@ -421,7 +423,7 @@ def test_a_named_format_must_fit():
     """A format that does not fit says what is lacking and what the file looks like."""
     with pytest.raises(
         DefinitionError,
-        match=r"lack the fields advantage, completion, prompt.*Its format appears to be verl: use --format verl",
+        match=r"lack required fields \(advantage, completion, prompt.*Its format appears to be verl: use --format verl",
     ):
         find_tool("trl", {"input": "a", "output": "b", "gts": "", "score": 1, "step": 0})
     with pytest.raises(DefinitionError, match=r"Did you mean 'tinker'"):

@@ -390,7 +390,7 @@ def test_a_row_without_one_of_the_fields_is_another_tools(tool: Any):
     for name in tool.signature:
         less = {key: value for key, value in row.items() if key != name}
         assert find_tool("auto", less) is not tool
-        with pytest.raises(DefinitionError, match=r"its rows lack the fields"):
+        with pytest.raises(DefinitionError, match=r"its rows lack required fields"):
             find_tool(tool.name, {"x": 1})
 
 

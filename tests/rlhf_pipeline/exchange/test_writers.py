@@ -232,7 +232,7 @@ def test_agents_that_an_agent_called_are_compared_with_each_other(tmp_path: Path
 def test_a_table_of_openrlhf_has_no_prompts(tmp_path: Path, jsonl: Write, tokenizer: Any):
     """OpenRLHF 0.11 writes one table, of W&B: prompt and response in one text."""
     file = jsonl([{"global_step": 1, "text": "1+1=2", "reward": 1.0}] * 2)
-    with pytest.raises(DefinitionError, match=r"no field for prompt, completion.*global_step, reward, text"):
+    with pytest.raises(DefinitionError, match=r"no field for prompt or completion.*global_step, reward, text"):
         import_files([file], tmp_path / "store", tokenizer=tokenizer)
 
 

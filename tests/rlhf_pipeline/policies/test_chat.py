@@ -188,14 +188,14 @@ def test_a_reply_costs_what_is_new(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "written"),
     [
-        ("{% for m in messages if m.role != 'tool' %}{{ m.content }};{% endfor %}", "none instead of 2 "),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }};{% endfor %}", "no message instead of message 2 "),
         (
             "{% for m in messages | sort(attribute='role', reverse=true) %}{{ m.content }}{% endfor %}",
-            "none instead of 2 ",
+            "no message instead of message 2 ",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[0].content }}",
-            r"2 \(tool\), 0 \(user\) instead of",
+            r"message 2 \(tool\), message 0 \(user\) instead of",
         ),
     ],
     ids=["left out", "moved to the front", "said again"],
@@ -204,7 +204,7 @@ def test_templates_that_write_messages_in_another_place_are_refused(template: st
     """A reply that the policy would not read, or an earlier message that it would read again, is no conversation."""
     tokenizer = letters(pre_tokenizers.Split("", "isolated"), decoders.Fuse())
     tokenizer.chat_template = template
-    with pytest.raises(DefinitionError, match=f"the chat template writes the messages {written}"):
+    with pytest.raises(DefinitionError, match=f"the chat template writes {written}"):
         encode_reply(tokenizer, USER, [1], [{"role": "tool", "content": "hi"}])
 
 
