@@ -102,8 +102,8 @@ def _check_folder(path: Path) -> None:
         run = f"{typed(path.parent.parent)}@{step[1]}" if step and path.parent.name == "checkpoints" else "RUN@STEP"
         raise DataError(
             f"{path} contains the adapters of a LoRA run, not a complete model. To continue with them: rlhf-pipeline "
-            f"run DEFINITION --from {run}. To start from the adapted model, merge them into their base model with peft "
-            '(merge_and_unload, "LoRA" in docs/use_the_model.md) and specify the merged folder.'
+            f"run DEFINITION --from {run}. To start from the adapted model, merge the adapters into their base model "
+            'with peft (merge_and_unload; see "LoRA" in docs/use_the_model.md) and specify the merged folder.'
         )
     if not (path / "config.json").is_file():
         raise DataError(

@@ -39,10 +39,12 @@ def checkpoint_of(run: RunFolder, requested: int | None, *, form: str) -> Path:
     step = max(saved) if requested is None else requested
     if step not in saved:
         steps = ", ".join(map(str, sorted(saved)))
+        single = len(saved) == 1
+        available = f"only a checkpoint of step {steps}" if single else f"checkpoints of steps {steps}"
         raise MissingPathError(
-            f"the run {run.address} has no checkpoint of step {step}; it has checkpoints of steps {steps} "
-            "(learn.keep_checkpoints limits their number). Choose one: "
-            f"{form.format(run=typed(run.address), step=max(saved))}"
+            f"the run {run.address} has no checkpoint of step {step}; it has {available} "
+            "(learn.keep_checkpoints limits the number of checkpoints). "
+            f"{'Use it' if single else 'Choose one'}: {form.format(run=typed(run.address), step=max(saved))}"
         )
     path = run.bring(saved[step])
     problem = folder_problem(path)

@@ -49,7 +49,8 @@ def check_free_or_recorded(run: RunFolder, *, resume: bool, again: str = "add --
     free = f"{option} {typed(free)}"
     if run.record.exists:
         _, reward = run.first_and_last_reward()
-        state = "" if reward is None else f" ({run.metrics.last_step} steps, last reward {reward:.2f})"
+        last = run.metrics.last_step
+        state = "" if reward is None else f" ({last} {'step' if last == 1 else 'steps'}, last reward {reward:.2f})"
         raise RunExistsError(
             f"{run.address} already contains a run{state}. To continue it: {again}. To keep it, choose another "
             f"folder: {free}"

@@ -150,10 +150,12 @@ def check_inputs(
         was = _recorded_path(definition or {}, field)
         if was not in (None, paths[field]):
             problem = (
-                f"{field} was {was} and is now {paths[field]}, whose content differs: {what}. Use the recorded file"
+                f"{field} was {was} and is now {paths[field]}, whose content differs: {what}. Use the recorded path"
             )
         else:
-            problem = f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Restore the old file"
+            problem = (
+                f"{paths[field]} ({field}) has changed since {run_dir} was started: {what}. Restore the old content"
+            )
         raise RunMismatchError(
             f"{problem} to continue this run, or {instead or 'start a new run with --out OTHER_FOLDER.'}"
         )

@@ -213,7 +213,7 @@ class Batches:
         for at, part in enumerate(self._parts):
             if len(part) < most[at]:
                 raise DefinitionError(
-                    f"store {at + 1} of {len(self._parts)} has {len(part):,} trajectories to learn from, but its "
+                    f"store {at + 1} of {len(self._parts)} has too few trajectories to learn from ({len(part):,}): its "
                     f"weight requires {int(most[at]):,} of the {self.batch_size:,} trajectories in a batch. Lower its "
                     "weight or sample.batch_size."
                 )

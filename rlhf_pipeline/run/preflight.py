@@ -40,8 +40,8 @@ def check_writable(out: Address, option: str, *, locks: bool = False) -> None:
             can_lock = not locks or _keeps_others_out(Path(file.name))
     except OSError as error:
         raise RunStorageError(
-            f"{out} cannot be {'written' if existing == out else 'created'}: {existing}: {error.strerror}. Choose a "
-            f"writable folder: {option} OTHER_FOLDER"
+            f"{out} cannot be {'written to' if existing == out else 'created'}: {existing}: {error.strerror}. Choose "
+            f"a writable folder: {option} OTHER_FOLDER"
         ) from error
     if not can_lock:
         raise RunStorageError(

@@ -94,8 +94,7 @@ def fitting(
     positions = tuple(position for position in range(len(prompts)) if position not in gone)
     if not positions:
         raise DataError(
-            f"all {len(prompts):,} prompts{f' of {source.path}' if source.path else ''} are too long: each has more "
-            f"than {most:,} tokens. "
+            f"every prompt{f' of {source.path}' if source.path else ''} is too long: the limit is {most:,} tokens. "
             "Raise prompts.max_prompt_tokens, or use a model with a longer context."
         )
     return ChosenPrompts(source=source, positions=positions)

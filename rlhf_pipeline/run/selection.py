@@ -249,9 +249,9 @@ def _check_readable(store: TrajectoryStore, part: _Part, limits: Limits) -> None
     if limits.positions is not None and longest > limits.positions:
         too_long = int(np.count_nonzero(part.tokens > limits.positions))
         raise DataError(
-            f"{store.path}: {too_long:,} of {len(part.row):,} trajectories have more tokens than the policy has "
-            f"positions ({limits.positions:,}); the longest has {longest:,}. Exclude them: --filter "
-            f"'num_tokens<={limits.positions}'"
+            f"{store.path}: {too_long:,} of {len(part.row):,} trajectories {'has' if too_long == 1 else 'have'} "
+            f"more tokens than the policy has positions ({limits.positions:,}); the longest has {longest:,}. Exclude "
+            f"such trajectories: --filter 'num_tokens<={limits.positions}'"
         )
     looked_at = part.row[:: max(len(part.row) // _LOOKED_AT, 1)]
     check_vocabulary(store.read_ragged("input_ids", looked_at).values, limits, str(store.path))

@@ -417,9 +417,8 @@ class RecordedLedger(Source):
         is_stored = self._rows[np.minimum(at, len(self._rows) - 1)] == recorded_ids
         if not is_stored.all():
             raise DataError(
-                f"step {step} of the run learned from {len(recorded_ids)} trajectories, and "
-                f"{int((~is_stored).sum())} of them were not selected: they were evicted, or excluded by a filter. "
-                f"{_OTHERWISE}"
+                f"the selection lacks {int((~is_stored).sum())} of the {len(recorded_ids)} trajectories from which "
+                f"step {step} of the run learned. Were they evicted, or excluded by a filter? {_OTHERWISE}"
             )
         rollout = recorded.get("rollout")
         begins = (step - 1) % self._pipeline.learn.steps_per_rollout == 0

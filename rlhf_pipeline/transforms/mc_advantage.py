@@ -659,8 +659,8 @@ class MCAdvantage(Transform):
         """
         raise DefinitionError(
             "groups are shared through a store, not through memory, so that they survive a kill. Create a "
-            "TrajectoryReplayBuffer for the same folder in each process; members from all processes complete a "
-            "group."
+            "TrajectoryReplayBuffer for the same folder in each process; a group may then have members from several "
+            "processes."
         )
 
     def clear_queues(self) -> None:

@@ -49,7 +49,7 @@ def result_of(returned: Any) -> Result:
         whole = cast("Mapping[str, Any]", returned)
         parts, logged = _numbers(whole), _numbers(whole.get(_LOGS))
         if not parts:
-            raise ValueError(f"the dict {_short(returned)} has no number")
+            raise ValueError(f"the dict {_short(returned)} contains no number")
         total = next((parts[name] for name in TOTALS if name in parts), None)
         return Result(value=_number(sum(parts.values()) if total is None else total), parts=logged | parts)
     if isinstance(returned, (list, tuple)):

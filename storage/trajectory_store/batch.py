@@ -323,7 +323,7 @@ def cast_values(column: Column, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return out
     raise BatchError(
         f"column '{column.name}' is {column.dtype}; the batch has {array.dtype}, which cannot be converted without "
-        "loss. Convert it first."
+        "loss. Convert the values first."
     )
 
 

@@ -794,7 +794,8 @@ class Catalog:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
         segment = self.segments.get(ordinal)
         if segment is not None:
-            why = f"segment {ordinal} has {segment.rows} rows in this view, and this id is row {row}"
+            held = f"{segment.rows} row{'' if segment.rows == 1 else 's'}"
+            why = f"segment {ordinal} has {held} in this view, and this id is row {row}"
         elif ordinal in self.failed:
             why = f"segment {ordinal} is damaged"
         elif 0 <= ordinal < self.state.next_ordinal:

@@ -293,8 +293,9 @@ def _cell(value: Any) -> str:
 
 
 def _no_row(place: int, count: int) -> PlaceError:
+    rows = "1 row" if count == 1 else f"{count} rows"
     return PlaceError(
-        f"there is no row at position {place}: the store has {count} rows. Positions start at 0, in the order of "
+        f"there is no row at position {place}: the store has {rows}. Positions start at 0, in the order of "
         "arrival. To read rows by id, use read(ids)."
     )
 

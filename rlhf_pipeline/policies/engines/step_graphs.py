@@ -91,8 +91,8 @@ def check_replay(parts: ModelParts, eager: StepOutputs, replayed: StepOutputs, *
     if not (log_probs <= most and hidden <= most and stray <= -(-rows // _STRAY)):
         raise EngineError(
             f"A decode step of {type(parts.trunk).__name__} replayed as a graph ({bucket}) differs from the same "
-            f"step run kernel by kernel: {stray} of {rows} tokens differ, log-probs differ by up to {log_probs:.2g}, "
-            f"and hidden states differ by up to {hidden:.2%} of their largest value (the tolerances are {most:g} and "
+            f"step run kernel by kernel: in {stray} of {rows} tokens, in log-probs by up to {log_probs:.2g}, and in "
+            f"hidden states by up to {hidden:.2%} of their largest value (the tolerances are {most:g} and "
             f"{most:.2%}). The samples were discarded. Sample with vLLM: --set collect.engine=vllm"
         )
 

@@ -144,7 +144,7 @@ def check_is_text(messages: Messages, name: str, *, sampled: bool) -> None:
     roles = ", ".join(str(message.get("role")) for message in messages)
     if sampled and roles != "assistant":
         raise BatchError(
-            f"field '{name}' has {len(messages)} messages ({roles}) and no token ids; the text does not show which "
+            f"field '{name}' contains messages ({roles}) but has no token ids; the text does not show which "
             "tokens the policy produced. Export the token ids too."
         )
     for message in messages:

@@ -70,7 +70,7 @@ def encode_prompt(
         except _template_errors() as error:
             roles = [message["role"] for message in messages_of(prompt)]
             raise SchemaError(
-                f"the chat template rejects a prompt with the messages {roles}: {error}. Change the messages (the "
+                f"the chat template rejects a prompt with the message roles {roles}: {error}. Change the messages (the "
                 "template may not accept a system message), or the tokenizer's chat template."
             ) from error
     else:

@@ -387,7 +387,7 @@ class TrajectoryRecorder:
             return
         for name in lacking:
             if name not in self._further and not name.startswith("reward_"):
-                column_names = ", ".join(self._further)
+                column_names = ", ".join(self._further) or "none"
                 raise SchemaError(
                     f"there is no column '{name}' among the additional columns ({column_names}). Declare it: "
                     "TrajectoryRecorder(..., columns=[Column(...)])"

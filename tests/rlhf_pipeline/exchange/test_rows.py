@@ -143,7 +143,7 @@ def test_a_template_that_refuses_is_one_sentence(tmp_path: Path, jsonl: Write, c
     other = plain | {"prompt": [{"role": "system", "content": "x"}, *plain["prompt"]]}
     file = jsonl([plain, plain, other])
     with pytest.raises(
-        DataError, match=r":3: the chat template rejects a prompt with the messages \['system', 'user'\]"
+        DataError, match=r":3: the chat template rejects a prompt with the message roles \['system', 'user'\]"
     ):
         import_files([file], tmp_path / "store", tokenizer=chat_tokenizer)
     report = import_files([file], tmp_path / "store", tokenizer=chat_tokenizer, skip_bad=1)

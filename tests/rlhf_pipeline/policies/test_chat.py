@@ -79,7 +79,9 @@ def test_arguments_reach_the_template_and_its_refusal_is_one_sentence() -> None:
     )
     plain, thinking = (encode_prompt(tokenizer, "1", template=how) for how in (None, {"enable_thinking": True}))
     assert plain == [*thinking, tokenizer.encode("=")[0]]
-    with pytest.raises(DefinitionError, match=r"rejects a prompt with the messages \['system'\]: System role not supp"):
+    with pytest.raises(
+        DefinitionError, match=r"rejects a prompt with the message roles \['system'\]: System role not supp"
+    ):
         encode_prompt(tokenizer, [{"role": "system", "content": "1"}])
 
 

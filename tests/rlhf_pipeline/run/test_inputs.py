@@ -66,7 +66,7 @@ def test_an_edited_prompt_file_is_refused(pipeline, tmp_path):
     with pytest.raises(RunMismatchError, match=r"prompts\.jsonl \(prompts\.path\) has changed .*still 68 bytes"):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
     file.write_text(whole + "\n")
-    with pytest.raises(RunMismatchError, match=r"its size was 68 bytes and is now 69\. Restore the old file"):
+    with pytest.raises(RunMismatchError, match=r"its size was 68 bytes and is now 69\. Restore the old content"):
         check_unchanged(RunFolder(run_dir), pipeline, 0)
     check_unchanged(RunFolder(run_dir), pipeline, 0, inputs=False)
     file.write_text(whole)

@@ -114,7 +114,9 @@ def test_each_store_is_gone_through_by_itself(tmp_path):
 def test_a_store_too_small_for_its_share_is_refused(tmp_path):
     """A store of two cannot give three different trajectories to a batch."""
     store = store_of(tmp_path / "store", [0] * 2 + [1] * 20, list(range(22)))
-    with pytest.raises(DefinitionError, match=r"store 1 of 2 has 2 trajectories.* 3 of the 6 trajectories in a batch"):
+    with pytest.raises(
+        DefinitionError, match=r"store 1 of 2 has too few .* \(2\).* 3 of the 6 trajectories in a batch"
+    ):
         batches_of(store, replay=Replay(stores=("a", "b"), weights=(1.0, 1.0)), batch_size=6)
     store.close()
 

@@ -312,7 +312,7 @@ def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_pa
     assert [line["task_reward"] for line in lines] == [means[rollout] for rollout in arrived]
     rows[3]["row_ids"][5] = 10**6
     (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="step 4 of the run learned from 12 trajectories, and 1 of them"):
+    with pytest.raises(DataError, match="the selection lacks 1 of the 12 trajectories from which step 4"):
         run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "broken")
 
 
