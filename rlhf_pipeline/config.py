@@ -759,7 +759,8 @@ class DPPO(Settings):
         20.0,
         min=1,
         help="A token's gradient is weighted by the ratio of the policy's probability to the behaviour policy's "
-        "probability; this value is the upper bound on the ratio. verl uses 20. None sets no bound, as in the paper.",
+        "probability; this value is the upper bound on the ratio. verl uses 20. None sets no bound, as in the "
+        "DPPO paper (arXiv:2602.04879).",
     )
 
     @property

@@ -20,7 +20,7 @@ examples:
   rlhf-pipeline status runs/mine --check --process learner
   rlhf-pipeline status s3://bucket/run --check --process learner --local       for a liveness probe
 
-Each alarm has a severity. `page`: the run stopped before its end or is incomplete, a process is frozen, failing or
+Each alarm has a severity. `page`: the run ended early or is incomplete, a process is frozen, failing or
 gone, no step has finished for a long time, or the disk is full. `note`: trajectories failed, there are no gradients
 although the task is not solved, or the disk will be full in less than a day. The exit code is 1 if an alarm has the
 severity `page`."""

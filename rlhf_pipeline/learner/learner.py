@@ -748,13 +748,13 @@ class Learner:
             ages = earlier.get("newest_version", step - 1) - store.read_scalars("policy_version", rows)
             if ages.tolist() != earlier["ages"]:
                 return  # a power loss took them, and other weights sampled them again
-            what = "but would now learn from other trajectories"
+            what = "but the step would now learn from other trajectories"
         else:
-            what = "but these rows now contain other trajectories"
+            what = "but they are now other trajectories"
         raise DataError(
-            f"step {step} learned from {len(rows)} trajectories whose rows are all in {store.path}, {what}: the store "
-            "or the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline verify`, and "
-            "restore the run from a copy, or start a new run from its checkpoint: rlhf-pipeline run --from RUN."
+            f"the ledger lists {len(rows)} rows for step {step}, and {store.path} still contains all of them, {what}: "
+            "the store or the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline "
+            "verify`, and restore the run from a copy, or start a new run from its checkpoint: rlhf-pipeline run --from RUN."
         )
 
 

@@ -150,7 +150,7 @@ class BundledFolders:
                     contents |= part
         except FileNotFoundError as error:
             raise DataError(
-                f"{self._bucket.where}/{name}: {error} no longer exists. A newer version may have replaced it."
+                f"an object of {self._bucket.where}/{name} no longer exists. A newer version may have replaced it."
             ) from error
         return contents
 

@@ -173,7 +173,9 @@ class Commit:
             if not commit.n_rows and commit.starts != ends:
                 raise ValueError("an end record contains elements")
             if commit.before and (len(commit.before) != BLOCK - 1 or commit.seq % BLOCK != BLOCK - 1):
-                raise ValueError("'before' does not belong to this block")
+                raise ValueError(
+                    f"'before' must list {BLOCK - 1} commits in each {BLOCK}th commit, and be empty in others"
+                )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CorruptionError(
                 f"object {key} is damaged: a field of its record is missing or wrong ({error})."

@@ -452,7 +452,7 @@ def test_further_keys_on_request(tmp_path, noted, to_form, form):
         rb.set_(("next", "score"), torch.ones(4))
         assert rb.storage.get(2)["next", "score"].item() == 1.0
         rb.storage.close()
-    with pytest.raises(DefinitionError, match="no column note"):
+    with pytest.raises(DefinitionError, match="lacks these columns: note"):
         TrajectoryStorage(make_plain(tmp_path), mode="r", extra={"note": "str"})
 
 

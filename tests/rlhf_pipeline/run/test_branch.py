@@ -75,4 +75,4 @@ def test_from_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert RunFolder.open(tmp_path / "second").config.pipeline["learn"]["lr"] == 1e-4
     assert len(RunFolder(tmp_path / "second").metrics) == 1
     assert main(["run", "--from", "first@7", "--out", "third"]) == 2
-    assert ": --from first@1" in capsys.readouterr().err
+    assert "Choose one: --from first@1" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_what_is_too_long_is_refused_without_the_rule() -> None:
     mixed = Mix((source(2), source(2, 5, max_prompt_tokens=4)))
     with pytest.raises(DataError, match=r"line 1 of rows .* has at least 5 tokens, and prompts.max_prompt_tokens is 4"):
         check_prompts(pipeline(mixed), POLICY, 0)
-    with pytest.raises(DataError, match="every prompt of rows is too long"):
+    with pytest.raises(DataError, match="every prompt is too long: the limit is 511 tokens"):
         fitting(source(700, 800, skip="too_long"), POLICY)
     assert [*skipped_notices(source(2), POLICY)] == []
 

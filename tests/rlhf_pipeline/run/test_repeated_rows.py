@@ -129,7 +129,7 @@ def test_a_row_that_the_store_does_not_serve_any_more_is_missed(drawn, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the store says on opening which rows it does not serve
         with pytest.raises(
-            DataError, match=r"step 5 would learn from .*32 trajectories of 0 to 31 cannot be read: seg-"
+            DataError, match=r"step 5 would learn from .*32 of the trajectories 0 to 31 cannot be read: seg-"
         ):
             run(changed(DRAWN, learn__steps="6"), run_dir=folder, resume=True)
 

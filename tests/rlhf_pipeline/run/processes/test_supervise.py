@@ -168,7 +168,7 @@ def test_it_gives_up_after_failures_in_a_row_without_progress(tmp_path):
     events: list[Event] = []
     learner = "heartbeat.beat('starting'); sys.exit('the disk is full')"
     watched = supervisor(tmp_path, learner=learner, max_failures=3, on_event=events.append)
-    with pytest.raises(ProcessFailedError, match="learner ended with code 1, 3 consecutive failures") as raised:
+    with pytest.raises(ProcessFailedError, match="learner ended with code 1; it has failed 3 times in a row") as raised:
         watched.work(StopRequest())
     assert "Last line of stderr: the disk is full" in str(raised.value)
     assert str(tmp_path / "processes" / "learner.log") in str(raised.value)
