@@ -754,7 +754,8 @@ class Learner:
         raise DataError(
             f"the ledger lists {len(rows)} rows for step {step}, and {store.path} still contains all of them, {what}: "
             "the store or the ledger does not belong to this run, or was damaged. Check both with `rlhf-pipeline "
-            "verify`, and restore the run from a copy, or start a new run from its checkpoint: rlhf-pipeline run --from RUN."
+            "verify`, and restore the run from a copy, or start a new run from its checkpoint: rlhf-pipeline run "
+            "--from RUN."
         )
 
 
