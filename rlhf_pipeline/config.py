@@ -752,8 +752,8 @@ class DPPO(Settings):
     mask: Literal["harmful", "both"] = setting(
         "harmful",
         help="Which tokens outside the trust region are excluded from the policy loss. `harmful` excludes the tokens "
-        "whose gradient would increase the divergence, as in the paper. `both` excludes all tokens outside the "
-        "trust region.",
+        "whose gradient would increase the divergence, as in the DPPO paper (arXiv:2602.04879). `both` excludes all "
+        "tokens outside the trust region.",
     )
     ratio_cap: float | None = setting(
         20.0,
