@@ -131,8 +131,8 @@ class ScalarView(TensorDict):
             )
         if schema[name].ragged and schema[name].mutable:  # one that is not is rejected by the store
             raise DataError(
-                f"{key!r} has one value per token, so set it with storage.update(row_ids, {name}=[...]), one array per "
-                "trajectory."
+                f"{key!r} has one value per token, so set it with storage.update(row_ids, {name}=[...]), passing one "
+                "array per trajectory."
             )
         return name
 

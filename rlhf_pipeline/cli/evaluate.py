@@ -153,7 +153,7 @@ def _of_model(args: argparse.Namespace) -> EvaluationRequest:
             f"example: rlhf-pipeline evaluate {typed(args.path)} --definition gsm8k --prompts FILE"
         )
     if args.step is not None or args.best:
-        raise DefinitionError("--step and --best select a checkpoint of a run, but this is a model folder.")
+        raise DefinitionError(f"--step and --best select a checkpoint of a run, but {args.path} is a model folder.")
     place = Path(args.path).expanduser()
     pipeline = definitions.find(args.definition).pipeline(tuple(args.overrides))
     policy = pipeline.policy

@@ -335,7 +335,8 @@ class Grading:
     def _waited_for(self) -> str:
         running = [graded for graded in self._calls.values() if graded.outcome is None]
         first = min(running, key=lambda graded: _start_of(graded, math.inf))
-        return _described(first) + (f" and {len(running) - 1} more" if len(running) > 1 else "")
+        others = len(running) - 1
+        return _described(first) + (f", and {others} other call{'s' * (others > 1)}" if others else "")
 
     def _grade(self, place: int, calls: Mapping[int, _Graded]) -> Grade:
         """Put the results for one completion together."""

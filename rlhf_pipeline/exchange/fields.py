@@ -191,10 +191,10 @@ def cut(whole: Mapping[str, DerivedField], *, length: int | None = None) -> dict
     sizes = {name: len(as_list(source.value, name)) for name, source in whole.items()}
     length = sizes["tokens"] if length is None else length
     if len({*sizes.values()}) > 1 or not 0 <= length <= sizes["tokens"]:
-        counted = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        counted = ", ".join(f"{size} ({name})" for name, size in sizes.items())
         raise DataError(
-            "there must be one value per token, and the length must be between 0 and the number of tokens; got "
-            f"{counted} and length {length}."
+            "there must be one value per token, and the sequence length must be between 0 and the number of tokens; "
+            f"got sequence length {length} and these numbers of values: {counted}."
         )
     mask = as_mask(whole["completion_mask"].value, "completion_mask")[:length]
     start = mask.index(True) if any(mask) else length
