@@ -113,7 +113,7 @@ class StepRows(Sequence[Row]):
         """Return the row of a step that must exist."""
         row = self.of_step(step)
         if row is None:
-            raise DataError(f"{self.path} has no row for step {step}. Restore it from a copy.")
+            raise DataError(f"{self.path} has no row for step {step}. Restore the file from a copy.")
         return row
 
     def place_of(self, step: int) -> int | None:

@@ -147,8 +147,8 @@ def as_scorer(model: Any, owner: str) -> Scorer:
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return TokenPolicy(model)
     raise DefinitionError(
-        f"{owner} got a model of type {type(model).__name__}, which has no method log_probs(input_ids, attention_mask, "
-        "score_mask). Pass a CausalLMPolicy or a causal language model from transformers."
+        f"{owner} got a model of type {type(model).__name__}, which has no log_probs(input_ids, attention_mask, "
+        "score_mask) method. Pass a CausalLMPolicy or a causal language model from transformers."
     )
 
 

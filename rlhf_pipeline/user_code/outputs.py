@@ -66,6 +66,7 @@ def result_of(returned: Any) -> Result:
 def results_of(returned: Any, count: int) -> list[Result]:
     """Read what a batched reward function returned for `count` completions."""
     several = returned.tolist() if hasattr(returned, "tolist") else returned
+    asked = f"{count} completion{'' if count == 1 else 's'}"
     if isinstance(several, Mapping):  # NeMo's and OpenRLHF's form: a list per component
         columns = cast("Mapping[str, Any]", several)
         logs = columns.get(_LOGS)
@@ -76,14 +77,12 @@ def results_of(returned: Any, count: int) -> list[Result]:
             lists |= {f"{_LOGS}.{name}": values for name, values in logs.items()}
         if any(not isinstance(values, (list, tuple)) or len(values) != count for values in lists.values()):
             raise TypeError(
-                f"it returned {_short(returned)} for {count} completions; each entry must be a list with one value "
-                "per completion"
+                f"it returned {_short(returned)} for {asked}; each entry must be a list with one value per completion"
             )
         several = [_of_one({name: values[i] for name, values in lists.items()}) for i in range(count)]
     if not isinstance(several, (list, tuple)) or len(cast("list[Any]", several)) != count:
         raise TypeError(
-            f"it returned {_short(returned)} for {count} completions; it must return a list with one value per "
-            "completion"
+            f"it returned {_short(returned)} for {asked}; it must return a list with one value per completion"
         )
     return [result_of(reward) for reward in cast("list[Any]", several)]
 

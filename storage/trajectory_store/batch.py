@@ -161,8 +161,9 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
         if n_rows is None:
             n_rows, first = count, column.name
         elif count != n_rows:
-            where = f"'{first}' has {n_rows}" if first else f"{n_rows} are expected"
-            raise BatchError(f"column '{column.name}' has {count} rows, but {where}.")
+            where = f"'{first}' has {n_rows}" if first else f"the expected number is {n_rows}"
+            held = f"{count} row{'' if count == 1 else 's'}"
+            raise BatchError(f"column '{column.name}' has {held}, but {where}.")
     return Batch(n_rows or 0, values, lengths)
 
 

@@ -750,10 +750,10 @@ class Catalog:
         if len(row_ids) > _MOST_IDS:
             row_ids, more = row_ids[:_MOST_IDS], f" and {len(row_ids) - _MOST_IDS} more"
         which = f"trajector{'y' if len(row_ids) == 1 else 'ies'} {', '.join(map(str, row_ids))}{more}"
+        why = gap.why or f"{'its' if len(row_ids) == 1 else 'their'} commit was never acknowledged"
         return CorruptionError(
-            f"{self.medium.where}: {which} cannot be read: {segment.name}: "
-            f"{gap.why or 'it was never acknowledged'}. Get the ids of readable trajectories from ids(), and run "
-            "verify() to list all damage."
+            f"{self.medium.where}: {which} cannot be read: {segment.name}: {why}. Get the ids of readable "
+            "trajectories from ids(), and run verify() to list all damage."
         )
 
     def _gaps_among(self, address: Address) -> Iterator[tuple[Segment, Gap, npt.NDArray[np.bool_]]]:

@@ -202,7 +202,8 @@ class LocalSegment(Segment):
             self.records, self.rows = gap.seq, gap.first
         missing = 0 if mark is None or self.meta.merged else mark - commits
         if missing > 0 or self.rows < (promised or 0):
-            why = f"{max(missing, 0) or 'some'} acknowledged commits from number {commits} on are missing"
+            count, (s, are) = max(missing, 0) or "some", ("", "is") if missing == 1 else ("s", "are")
+            why = f"{count} acknowledged commit{s} from number {commits} on {are} missing"
             end = min(max(self.rows, promised or 0), self.meta.rows_cap)
             self.gaps.append(Gap(max(self.records, commits), self.rows, end, why))
             self.rows = end

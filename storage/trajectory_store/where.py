@@ -387,8 +387,8 @@ class _Expression:
             if self._is_none(side):
                 if not isinstance(opposite, ast.Name) or not isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
                     raise SchemaError(
-                        f"the condition {self.condition!r}: None can only be compared with a column, using is, is "
-                        "not, == or !=, for example 'column is None'."
+                        f"the condition {self.condition!r}: None can only be compared with a column, using 'is', 'is "
+                        "not', == or !=, for example 'column is None'."
                     )
                 missing = self.source.missing(opposite.id)
                 return missing if isinstance(op, (ast.Is, ast.Eq)) else ~missing

@@ -171,7 +171,7 @@ def test_areal_groups(recorder: TrajectoryRecorder):
         asyncio.run(one.arun_episode(None, data))
         del one
     assert sorted(Counter(columns(recorder)["group_id"].tolist()).values()) == [1, 1, 1, 4, 4, 4]
-    with pytest.raises(SchemaError, match="has no method arun_episode"):
+    with pytest.raises(SchemaError, match="has no arun_episode method"):
         areal.RecordingWorkflow(SimpleNamespace(run=None), recorder)
 
 

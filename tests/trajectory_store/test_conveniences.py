@@ -178,7 +178,7 @@ def test_aggregates_of_ragged_columns(tmp_path, condition):
     with TrajectoryStore.create(tmp_path / "store", columns) as store:
         ids = store.append(rows)
         if AGGREGATES[condition] is None:
-            with pytest.raises(SchemaError, match="None can only be compared with a column, using is"):
+            with pytest.raises(SchemaError, match="None can only be compared with a column, using 'is'"):
                 store.where(condition)
         else:
             assert store.where(condition).tolist() == ids[AGGREGATES[condition]].tolist()

@@ -124,7 +124,7 @@ def test_a_damaged_last_record_is_reported(tmp_path):
     copy = shutil.copytree(path, tmp_path / "copy")
     store.close()
     flip(copy / "seg-00000000" / "commits" / "c" / "0" / "0", 64 * 3 + 30)
-    with pytest.warns(RuntimeWarning, match="1 acknowledged commits from number 3 on are missing"):
+    with pytest.warns(RuntimeWarning, match="1 acknowledged commit from number 3 on is missing"):
         store = TrajectoryStore.open(copy)
     with store:
         assert store.read_scalars("n").tolist() == [0, 1, 2]

@@ -63,7 +63,7 @@ class RecordingWorkflow:
             inner = getattr(importlib.import_module(module), name)(**(inner_kwargs or {}))
         if not hasattr(inner, "arun_episode"):
             raise SchemaError(
-                f"{type(inner).__name__} has no method arun_episode. AReaL converts an agent to a RolloutWorkflow: "
+                f"{type(inner).__name__} has no arun_episode method. AReaL converts an agent to a RolloutWorkflow: "
                 "record a workflow, such as areal.workflow.rlvr.RLVRWorkflow."
             )
         self.inner, self._recorder, self.temperature = inner, recorder, temperature

@@ -92,7 +92,7 @@ def _check_server(trainer: Any) -> None:
     if mode != "processed_logprobs":
         raise SchemaError(
             f"the vLLM server reports {mode}, which are log-probs at temperature 1, not at the trainer's temperature "
-            f"of {trainer.temperature}. Start it with --logprobs-mode processed_logprobs."
+            f"of {trainer.temperature}. Start the server with --logprobs-mode processed_logprobs."
         )
 
 

@@ -197,7 +197,7 @@ class ObstoreBucket(_Parallel):
             return persist(once, f"replacing {key} at {self.where}")
         except (Transient, ReadFailedError) as error:
             raise WriteFailedError(
-                None, f"replacing {key} failed: {error}. It is unknown whether it was replaced", self.where
+                None, f"replacing {key} failed: {error}. It is unknown whether the object was replaced", self.where
             ) from error
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:

@@ -295,7 +295,8 @@ class TrajectoryRecorder:
         except StoreError as error:
             if self.on_error == "raise":
                 raise
-            _log.error("%s: %d completions were not recorded: %s", self.path, len(completions), error)
+            lost = f"{len(completions)} completion{' was' if len(completions) == 1 else 's were'}"
+            _log.error("%s: %s not recorded: %s", self.path, lost, error)
             return np.empty(0, np.int64)
 
     def _next_offset(self, num: int, group_size: int | None) -> int:

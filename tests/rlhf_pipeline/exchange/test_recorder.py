@@ -175,7 +175,7 @@ def test_errors_are_raised_or_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert recorder.num_recorded == 0
         recorder.on_error = "log"
         assert recorder.record(**wrong).tolist() == []
-        assert "1 completions were not recorded" in caplog.text
+        assert "1 completion was not recorded" in caplog.text
     with pytest.raises(SchemaError, match=r"group_size is 0"):
         TrajectoryRecorder(tmp_path / "store", group_size=0)
 
