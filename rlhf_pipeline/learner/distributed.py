@@ -103,7 +103,10 @@ class Shards:
         }
         for name, is_set in refused.items():
             if is_set:
-                raise DefinitionError(f"{name} does not support several processes. Keep its default under torchrun.")
+                field = name.partition("=")[0]
+                raise DefinitionError(
+                    f"{name} does not support several processes. Keep the default of {field} under torchrun."
+                )
 
     def run(self, call: Callable[[], T]) -> T:
         """Run a call with the embedding and the head gathered; every process must make equally many.

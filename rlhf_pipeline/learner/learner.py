@@ -492,8 +492,9 @@ class Learner:
             usable &= ready
         if not usable.any() and not self.may_be_empty:
             raise DataError(
-                f"no graded trajectory is younger than {oldest + 1} optimizer steps at policy version {version}; "
-                f"the store has {len(every)} trajectories. Collect new rollouts, or raise buffer.max_staleness."
+                f"no graded trajectory is within the age limit at policy version {version} (buffer.max_staleness="
+                f"{'none' if self.max_staleness is None else self.max_staleness}; trajectories in the store: "
+                f"{len(every)}). Collect new rollouts, or raise buffer.max_staleness."
             )
         row_ids = new_rows[usable]
         # The versions by which these rows were chosen are read again, checked: a damaged one is an error that names it.
@@ -554,8 +555,8 @@ class Learner:
             uses = self._uses.before(step, fresh.trajectory_ids)
         if most is not None and len(uses) and bool((uses >= most).all()) and not self.may_be_empty:
             raise DataError(
-                f"step {step}: each of the {len(uses)} trajectories within the age limit has been used {most} "
-                "times. Raise sample.max_uses, or lower sample.batch_size."
+                f"step {step}: each of the {len(uses)} trajectories within the age limit has been used "
+                f"{'once' if most == 1 else f'{most} times'}. Raise sample.max_uses, or lower sample.batch_size."
             )
         newest = None if of_newest is None else of_newest(fresh)
         view = StoreView(self.buffer.store, fresh.row_ids, version=step - 1, uses=uses, newest=newest)

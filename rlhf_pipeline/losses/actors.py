@@ -158,7 +158,7 @@ class _Logits:
         if not bool(((original - altered).abs() <= allowed).all()):
             raise DefinitionError(
                 f"{type(self.actor).__name__} is not causal: the last token changes the logits of earlier tokens. "
-                "Pass a decoder, or set config.is_decoder = True if the model has that field."
+                "Pass a decoder, or set config.is_decoder = True if the config has that field."
             )
 
 

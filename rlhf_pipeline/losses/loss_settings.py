@@ -220,7 +220,7 @@ def clip_settings(clip_epsilon: float | tuple[float, float], objective: Any = "g
     """
     bounds = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
     if len(bounds) != 2:
-        raise DefinitionError(f"clip_epsilon must be one number or a pair (low, high); got {len(bounds)} numbers.")
+        raise DefinitionError(f"clip_epsilon must be one number or a pair (low, high); got {bounds}.")
     low = None if objective == "cispo" and bounds[0] == 1 else bounds[0]
     fields: dict[str, Any] = {"clip_low": low, "clip_high": bounds[1]}
     try:

@@ -235,7 +235,7 @@ def rendered_prompt(
         return tokenizer.apply_chat_template(messages_of(messages), **options)
     except Exception as error:  # templates are programs, and fail in any way on what they did not expect
         roles = [message.get("role") for message in messages]
-        raise DataError(f"the chat template rejects the messages {roles}: {error}") from error
+        raise DataError(f"the chat template rejects a conversation with the message roles {roles}: {error}") from error
 
 
 def _common(first: str, second: str) -> int:

@@ -296,7 +296,7 @@ def _max_positions(config: Any) -> tuple[int | None, str]:
             original = part.get("original_max_position_embeddings")
             limit = least(original, getattr(config, "original_max_position_embeddings", None), most)
             if limit:
-                return limit, f"where its rotary embedding ({kind}) changes with the length of a batch"
+                return limit, f"beyond them, its {kind} rotary embedding changes with the length of a batch"
     if _COMPRESSED in kinds and isinstance(chosen, int):
         chosen *= rates.get(_COMPRESSED, 1)  # it chooses among blocks of this many tokens
     if not _CHOOSING.isdisjoint(kinds) and least(chosen, most) != most:

@@ -94,7 +94,7 @@ def _load_adapters(path: Path, model: nn.Module) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict  # pyright: ignore[reportMissingImports]
 
     if not (path / "adapter_model.safetensors").is_file():
-        raise RuntimeError("it has no adapters, but policy.lora_rank is set")
+        raise RuntimeError("the checkpoint has no adapters, but policy.lora_rank is set")
     saved = load_file(path / "adapter_model.safetensors")
     wrong = get_peft_model_state_dict(model).keys() ^ saved.keys()
     if wrong:

@@ -63,7 +63,7 @@ def check_columns(bound: BoundRewards, field: str, source: PromptSource) -> None
     lacks = bound.missing_from(columns := columns_of(source))
     if lacks is not None:
         raise DefinitionError(
-            f"the reward function {function_name(lacks[0].function)} has the argument {lacks[1]!r}, but the "
-            f"prompts of {field} have no such column. Their columns are: {', '.join(columns) or 'none'}. Add the "
-            "column, or give the argument a default value."
+            f"the reward function {function_name(lacks[0].function)} takes the argument {lacks[1]!r}, which is "
+            f"not a column of {field}. The columns are: {', '.join(columns) or 'none'}. Add the column, or give the "
+            "argument a default value."
         )

@@ -179,7 +179,7 @@ class ChatTrajectories(Transform):
         first = [value for _, values in rows for value in values]
         if first and not any(first):
             raise DataError(
-                f"The first sampled token of each of the {len(first)} turns has log-prob 0: TorchRL's "
+                "The first sampled token of every turn has log-prob 0: TorchRL's "
                 "TransformersWrapper sets it to 0. Sample with as_policy(wrapper) from rlhf_pipeline.interop.torchrl, "
                 "or pass keep_log_probs=False and score the tokens with RetrieveLogProb's behaviour_model."
             )
@@ -217,8 +217,8 @@ def _trajectories(td: TensorDictBase) -> list[list[Any]]:
             current = []
     if current:
         raise IncompleteError(
-            f"The last trajectory of the batch is not complete: none of its {len(current)} turns is marked as done. "
-            f"Collect complete trajectories with {_OPTIONS}."
+            f"The last trajectory of the batch is not complete: its last turn, number {len(current)}, is not marked "
+            f"as done. Collect complete trajectories with {_OPTIONS}."
         )
     return out
 

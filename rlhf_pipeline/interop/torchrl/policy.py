@@ -127,7 +127,7 @@ class CausalLMPolicy(TokenPolicy, LLMWrapperBase):  # pyright: ignore[reportInco
         if num_sequences is not None and num_samples is not None and num_sequences != num_samples:
             raise DefinitionError(
                 f"num_samples is {num_samples}, but generate_kwargs requests {num_sequences} samples; pass only one of "
-                "them."
+                "these two numbers."
             )
         self.num_samples = num_samples if num_samples is not None else num_sequences
         if self.num_samples is not None and self.num_samples < 1:

@@ -101,7 +101,7 @@ def collected(request: Request, rows: Sequence[Row], *, versioned: bool) -> Ragg
     unknown = {row.reason for row in rows} - {"stop", "length", "abort"}
     if unknown:
         raise EngineError(
-            f"vLLM ended completions with the finish reasons {sorted(map(str, unknown))}; "
+            f"vLLM ended completions with an unknown finish reason ({', '.join(sorted(map(str, unknown)))}); "
             "these completions were discarded."
         )
     lengths = np.array([len(row.tokens) for row in rows], np.int64)

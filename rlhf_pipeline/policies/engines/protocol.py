@@ -73,7 +73,8 @@ class Request:
             return list(range(len(self.prompts)))
         if len(self.stream_ids) != len(self.prompts):
             raise DefinitionError(
-                f"{len(self.stream_ids)} stream_ids were given for {len(self.prompts)} prompts; pass one per prompt."
+                f"stream_ids has length {len(self.stream_ids)}, but prompts has length {len(self.prompts)}; pass one "
+                "stream id per prompt."
             )
         return [int(stream) for stream in self.stream_ids]
 

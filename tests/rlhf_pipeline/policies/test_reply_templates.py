@@ -91,7 +91,7 @@ def test_a_row_is_what_the_template_renders(name, answered_by):
 @pytest.mark.peer
 def test_a_template_that_refuses_a_reply_is_one_error():
     """A tool's reply without a call before it: the template's own error, in a sentence."""
-    with pytest.raises(DataError, match="the chat template rejects the messages"):
+    with pytest.raises(DataError, match="the chat template rejects a conversation with the message roles"):
         encode_reply(codec("gptoss"), ASKED, [2], [{"role": "tool", "content": "4"}])
 
 

@@ -98,5 +98,5 @@ def test_what_a_definition_asks_for_is_refused_before_anything_is_sampled(tmp_pa
     pipeline = override(find(f"{tmp_path}/mine.py:main").pipeline(), "collect.group_size", "2")
     assert [form.batched for form in bound_rewards(pipeline).forms] == [True, False, False]
     other = Evaluate(prompts=Prompts(rows=[{"prompt": "9", "gold": "0"}], prompt_field="prompt", answer_field=None))
-    with pytest.raises(DefinitionError, match=r"batched has the argument 'difficulty'.* evaluate\.hard\.prompts"):
+    with pytest.raises(DefinitionError, match=r"batched takes the argument 'difficulty'.* evaluate\.hard\.prompts"):
         check_evaluation(replace(pipeline, evaluate={"hard": other}), "hard")
