@@ -90,7 +90,7 @@ def test_stale_trajectories_are_not_used(make_learner):
     learner.step(2)
     assert len(learner.ledger.rows[0]["row_ids"]) == 2
     with pytest.raises(
-        DataError, match=r"the store has 4 trajectories\. Collect new rollouts, or raise buffer\.max_staleness"
+        DataError, match=r"trajectories in the store: 4\). Collect new rollouts, or raise buffer\.max_staleness"
     ):
         learner.step(9)
 
