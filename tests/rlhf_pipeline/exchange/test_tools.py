@@ -430,7 +430,9 @@ def test_a_table_of_tools_is_refused_in_a_sentence(tmp_path: Path, jsonl: Write,
         "right": 1.0,
         "advantage": 0.0,
     }
-    with pytest.raises(DataError, match=r":1: field 'completion' has 3 messages \(assistant, tool, assistant\)"):
+    with pytest.raises(
+        DataError, match=r":1: field 'completion' contains messages \(assistant, tool, assistant\) but has no token ids"
+    ):
         import_files([jsonl([row, row])], tmp_path / "store", tokenizer=chat_tokenizer, one_turn=True)
     two = {**{key: value for key, value in row.items() if key != "advantage"}, "brief": 0.5, "advantage": 0.0}
     two["completion"] = talk[-1:]
