@@ -120,7 +120,7 @@ def test_steps_on_a_rollout_are_said_once(pipeline):
     for pairs, message in (
         ([("sample.max_uses", "1")], r"Set sample\.max_uses to at least 2"),
         ([("sample.strategy", "uniform")], r"draws its batches independently\. Set sample\.batch_size"),
-        ([("sample.batch_size", "8")], r"or learn\.minibatches parts of it"),
+        ([("sample.batch_size", "8")], r"divides it into learn\.minibatches parts"),
         ([("learn.minibatches", "257")], r"a rollout has 256 trajectories\. Set it to at most 256"),
     ):
         with pytest.raises(DefinitionError, match=message):

@@ -117,7 +117,7 @@ def test_all_that_is_wrong_is_reported_at_once(cli: Cli):
         "mine exists, but is not a run",
         "no such device",
         "no model folder at model",
-        "no prompt file at train.jsonl",
+        "no file or folder at train.jsonl",
     )
     assert len(lines) == len(said)
     assert all(words in line for words, line in zip(said, lines, strict=True))
