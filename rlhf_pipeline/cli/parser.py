@@ -342,9 +342,9 @@ def above_zero(text: str, what: str = "number above 0") -> float:
 
 def seconds(text: str) -> float:
     """Read a number of seconds above 0."""
-    return above_zero(text, "number of seconds above 0")
+    return above_zero(text, "positive number of seconds")
 
 
 def share(text: str) -> float:
     """Read a count that may be a fraction."""
-    return 0.0 if text == "0" else above_zero(text, "number of at least 0")
+    return 0.0 if text == "0" else above_zero(text, "number that is at least 0")

@@ -36,7 +36,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     which.add_argument("--id", type=row_id, metavar="N", help="the trajectory with this id, as a number or SEGMENT:ROW")
     which.add_argument("--group", type=natural, metavar="G", help="all trajectories of this group")
     which.add_argument("--last", type=positive, metavar="N", help="the newest N trajectories")
-    which.add_argument("--step", type=positive, metavar="S", help="the trajectories that optimizer step S learned from")
+    which.add_argument("--step", type=positive, metavar="S", help="the trajectories that were used in optimizer step S")
     command.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer for a store without a run")
     command.add_argument("--full", action="store_true", help="show every token of every trajectory")
     add_json(command)

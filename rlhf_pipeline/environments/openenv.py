@@ -75,5 +75,5 @@ def _generic(address: str) -> Callable[[], Any]:
     try:
         package = importlib.import_module("openenv.core.generic_client")
     except ImportError as error:
-        raise DefinitionError('OpenEnv needs its package: pip install "rlhf-pipeline[openenv]"') from error
+        raise DefinitionError('OpenEnv requires an optional package: pip install "rlhf-pipeline[openenv]"') from error
     return lambda: package.GenericEnvClient(base_url=address)

@@ -151,4 +151,6 @@ def _package() -> Any:
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
-        raise DefinitionError('Verifiers needs its package: pip install "rlhf-pipeline[verifiers]"') from error
+        raise DefinitionError(
+            'Verifiers requires an optional package: pip install "rlhf-pipeline[verifiers]"'
+        ) from error

@@ -98,12 +98,12 @@ def gather_schema(choice: Choice) -> Schema:
                 expected, path = columns.get(name, column), str(store.path)
                 if name in first_stores and (expected.dtype, expected.axis) != (column.dtype, column.axis):
                     raise DataError(
-                        f"the column '{name}' is {_kind(expected)} in {first_stores[name]} and {_kind(column)} in "
-                        f"{path}. Learn from only one of the stores, or export one and import it again."
+                        f"the column '{name}' contains {_kind(expected)} in {first_stores[name]} and {_kind(column)} "
+                        f"in {path}. Learn from only one of the stores, or export one and import it again."
                     )
                 if expected.axis != column.axis:
                     raise DataError(
-                        f"the column '{name}' of {path} is {_kind(column)}; learning requires {_kind(expected)}."
+                        f"the column '{name}' of {path} contains {_kind(column)}; learning requires {_kind(expected)}."
                     )
                 if name not in first_stores and (name not in columns or expected.dtype != column.dtype):
                     columns[name] = _optional(column, mutable=expected.mutable)
@@ -112,7 +112,8 @@ def gather_schema(choice: Choice) -> Schema:
 
 
 def _kind(column: Column) -> str:
-    return "text" if column.is_text else f"{column.dtype} {'per token' if column.axis else 'per trajectory'}"
+    per = "token" if column.axis else "trajectory"
+    return "text" if column.is_text else f"one {column.dtype} value per {per}"
 
 
 def _optional(column: Column, *, mutable: bool) -> Column:

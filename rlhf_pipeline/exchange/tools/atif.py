@@ -244,8 +244,8 @@ def _reward_of(row: Fields, trial: Row) -> DerivedField | None:
     if len(rewards) > 1 and "reward" not in rewards and "reward" not in row.field_paths and not row.for_display:
         name = next(iter(rewards))
         raise DefinitionError(
-            f"which of the verifier's rewards is the reward? The rewards are {', '.join(rewards)}. Choose one or a "
-            f"sum: --field reward=trial.verifier_result.rewards.{name}"
+            f"the verifier has several rewards: {', '.join(rewards)}. Choose one of them, or a sum of several: "
+            f"--field reward=trial.verifier_result.rewards.{name}"
         )
     reward = rewards.get("reward", next(iter(rewards.values()), None))
     return None if reward is None else DerivedField("verifier_result.rewards of result.json", reward)

@@ -261,7 +261,9 @@ class ActorKLRewardTransform(KLRewardTransform):
             )
         model = ref_model if ref_model is not None else actor
         if not is_actor(model) or (ref_model is not None and actor is not None):
-            raise DefinitionError("ActorKLRewardTransform needs one actor with get_dist, as ref_model or as actor.")
+            raise DefinitionError(
+                "ActorKLRewardTransform needs exactly one actor that has get_dist, passed as ref_model or actor."
+            )
         reward_keys = ["reward"] if in_keys is None else _listed(in_keys)
         names = list(reward_keys) if out_keys is None else _listed(out_keys)
         if len(reward_keys) != 1 or len(names) not in (1, 2):

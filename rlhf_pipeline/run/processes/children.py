@@ -59,8 +59,8 @@ class SupervisorConfig(Settings):
     hang_timeout_s: float = setting(
         60.0,
         min=0,
-        help="Kill a process whose heartbeat is older than this number of seconds. A thread renews the heartbeat every "
-        "two seconds, even during a long rollout or step, so only a frozen or stopped process exceeds the limit.",
+        help="Kill a process whose heartbeat is older than this number of seconds. A thread updates the heartbeat "
+        "every two seconds, even during a long rollout or step, so only a frozen or stopped process exceeds the limit.",
     )
     progress_timeout_s: float | None = setting(
         None,

@@ -138,7 +138,7 @@ def test_slips(cli: Cli):
     """A run folder is needed; a limit in seconds is above 0."""
     assert "--run" in cli("collect", "long_running").err
     assert (
-        "expected a number of seconds above 0, got 'soon'" in cli("run", "long_running", "--hang-timeout", "soon").err
+        "expected a positive number of seconds, got 'soon'" in cli("run", "long_running", "--hang-timeout", "soon").err
     )
 
 
