@@ -88,7 +88,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "failed/KIND",
                 "trajectories",
-                "number of trajectories without a reward whose `failure_reason` is KIND; omitted if 0",
+                "number of trajectories that have no reward and whose `failure_reason` is KIND; omitted if 0",
             ),
             Figure("rollout_s", "s", "time for sampling, grading and storing the rollout"),
             Figure("tokens_per_s", "tokens/s", "number of sampled tokens divided by `rollout_s`"),
@@ -210,7 +210,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
             Figure(
                 "padding_efficiency",
                 "share",
-                "number of tokens divided by the number of computed positions; above 1 if prompts are shared",
+                "number of tokens divided by the number of positions processed; above 1 if prompts are shared",
             ),
             Figure("update_s", "s", "duration of the step, excluding the rollout"),
             Figure("update_tokens_per_s", "tokens/s", "`num_tokens` divided by `update_s`"),
