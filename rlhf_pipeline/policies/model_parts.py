@@ -395,7 +395,7 @@ def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> Model
         raise _refuse(
             model,
             f"its forward pass over {length} tokens fails in {weight.dtype} ({reason})",
-            "Check its config, or load it in another dtype.",
+            "Check the model's config, or load the model in another dtype.",
         ) from error
     for model_logits, expected in pairs:
         error = _gap(model_logits, expected)
@@ -410,8 +410,8 @@ def _checked(model: nn.Module, parts: ModelParts, numbers: list[float]) -> Model
         raise _refuse(
             model,
             f"later tokens change the hidden states of earlier tokens (relative change: {change:.2%})",
-            "Its attention is not causal: if its config has is_decoder, set it to True; otherwise, pass a decoder-only "
-            "model.",
+            "The model's attention is not causal: if its config has is_decoder, set it to True; otherwise, pass a "
+            "decoder-only model.",
         )
     return parts
 

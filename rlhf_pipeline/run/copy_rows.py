@@ -221,7 +221,7 @@ class Gatherer:
         if not len(at):
             raise DataError(
                 f"the store at {self.target.path} contains a trajectory that was not selected (row {row} of source "
-                f"{source}). Another process has written to it; start a new run with --out OTHER_FOLDER."
+                f"{source}). Another process has written to the store; start a new run with --out OTHER_FOLDER."
             )
         return int(self.choice.ends[np.searchsorted(self.choice.ends, int(at[0]), "right")])
 

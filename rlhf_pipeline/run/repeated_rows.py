@@ -35,7 +35,7 @@ def named_damage(run: RunFolder, step: int, saved: int | None) -> Iterator[None]
             again = typed(f"{run.address}@{saved}")
             instead = f", or start a new run from the checkpoint (rlhf-pipeline run --from {again} --out OTHER_FOLDER)"
         raise DataError(
-            f"step {step + 1} would learn from corrupted trajectories, so the step is not taken: {error} Restore the "
+            f"step {step + 1} would use corrupted trajectories, so it is not taken: {error} Restore the "
             f"store from a copy and continue with --resume{instead}. To list all problems: rlhf-pipeline verify "
             f"{typed(run.address)}"
         ) from error

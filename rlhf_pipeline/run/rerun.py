@@ -170,7 +170,7 @@ def rerun(current: Pipeline, plan: RerunPlan, *, seed: int, device: str) -> Iter
                 )
             except MissingRowError as error:
                 raise DataError(
-                    f"step {step} learned from trajectories that are no longer in {storage.store.path}: they were "
+                    f"step {step} used trajectories that are no longer in {storage.store.path}: they were "
                     "evicted. Only a run without buffer.max_trajectories can be replayed from any step."
                 ) from error
             if step >= plan.first:

@@ -190,7 +190,7 @@ class StepRows(Sequence[Row]):
     def mend(self) -> None:
         """Cut off what a kill or a power loss left at the end."""
         if self.is_moved:
-            raise DataError(f"{self.path}: its last line fails its checksum. {_RESTORE}")
+            raise DataError(f"{self.path}: the last line fails its checksum. {_RESTORE}")
         if self.is_torn:
             os.truncate(self.path, self._end)
             self.is_torn = False

@@ -390,7 +390,7 @@ class RecordedVersions(Source):
         if len(lacking):
             step = int(lacking[0]) + 1
             raise DataError(
-                f"in the recorded order, step {step} learns from trajectories of policy versions "
+                f"in the recorded order, step {step} uses trajectories of policy versions "
                 f"{max(step - 1 - max_staleness, 0)} to {step - 1}, but there are none; the store has versions "
                 f"{self._versions[0]} to {self._versions[-1]}. Were they evicted, or excluded by a filter? "
                 f"{_OTHERWISE}"
@@ -417,8 +417,8 @@ class RecordedLedger(Source):
         is_stored = self._rows[np.minimum(at, len(self._rows) - 1)] == recorded_ids
         if not is_stored.all():
             raise DataError(
-                f"the selection lacks {int((~is_stored).sum())} of the {len(recorded_ids)} trajectories from which "
-                f"step {step} of the run learned. Were they evicted, or excluded by a filter? {_OTHERWISE}"
+                f"the selection lacks {int((~is_stored).sum())} of the {len(recorded_ids)} trajectories that "
+                f"step {step} of the run used. Were they evicted, or excluded by a filter? {_OTHERWISE}"
             )
         rollout = recorded.get("rollout")
         begins = (step - 1) % self._pipeline.learn.steps_per_rollout == 0

@@ -139,9 +139,9 @@ class GroupQueue:
             if (group, name) in arrivals:
                 raise DataError(
                     f"trajectory_id {name} arrived twice in group {group!r}, but a group may contain a member only "
-                    "once. The call had no effect: remove the members that are already waiting "
-                    "(TrajectoryReplayBuffer.waiting() lists them) from the call, and use a unique id for each member, "
-                    "or no ids."
+                    "once. The call had no effect: remove from the call the members that are already "
+                    "waiting (TrajectoryReplayBuffer.waiting() lists them), and use a unique id for each member, or no "
+                    "ids."
                 )
             arrivals.add((group, name))
         closed: list[Closed] = []

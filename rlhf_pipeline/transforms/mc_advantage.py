@@ -602,7 +602,7 @@ class MCAdvantage(Transform):
             self._stats.update(state["stats"])
             if self.rows is not None and state["chunks"]:
                 raise DataError(
-                    "the checkpoint contains trajectories that were waiting in memory, but this MCAdvantage keeps "
+                    "the checkpoint contains trajectories that were waiting in memory, but this MCAdvantage stores "
                     f"waiting trajectories in {self.rows.store.path}. Load the checkpoint into an MCAdvantage without "
                     "a store, close its groups, and write the result."
                 )

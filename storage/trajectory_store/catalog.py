@@ -795,7 +795,7 @@ class Catalog:
         segment = self.segments.get(ordinal)
         if segment is not None:
             held = f"{segment.rows} row{'' if segment.rows == 1 else 's'}"
-            why = f"segment {ordinal} has {held} in this view, and this id is row {row}"
+            why = f"segment {ordinal} has {held} in this view, and this id refers to row {row}"
         elif ordinal in self.failed:
             why = f"segment {ordinal} is damaged"
         elif 0 <= ordinal < self.state.next_ordinal:

@@ -174,7 +174,7 @@ class Commit:
                 raise ValueError("an end record contains elements")
             if commit.before and (len(commit.before) != BLOCK - 1 or commit.seq % BLOCK != BLOCK - 1):
                 raise ValueError(
-                    f"'before' must list {BLOCK - 1} commits in each {BLOCK}th commit, and be empty in others"
+                    f"'before' must list {BLOCK - 1} commits in every {BLOCK}th commit, and be empty in all others"
                 )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CorruptionError(

@@ -46,7 +46,7 @@ def test_rows_that_were_damaged_since_are_not_learned_from_again(copied, column)
     """One flipped bit in what step 3 or 4 used: the resume names it and changes nothing, and so does `verify`."""
     flip_value(copied / "store", column, 20)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file() and path.name != "lock"}
-    with pytest.raises(DataError, match=r"step 3 would learn from corrupted.*trajectories 16, .*seg-") as e:
+    with pytest.raises(DataError, match=r"step 3 would use corrupted.*trajectories 16, .*seg-") as e:
         run(PIPELINE, run_dir=copied, resume=True)
     assert f"rlhf-pipeline run --from {copied}@2" in str(e.value)
     kept = {path for path in before if path.parts[-3:][0] == "checkpoints" or path.name == "ledger.jsonl"}
@@ -68,7 +68,7 @@ def test_damage_that_makes_an_old_row_young_again_stops_the_step(copied):
     (file,) = (copied / "store").glob("seg-*/policy_version/c/0")
     with file.open("r+b") as stream:
         stream.write(b"\x02")
-    with pytest.raises(DataError, match=r"step 3 would learn from corrupted.*trajectory 0 "):
+    with pytest.raises(DataError, match=r"step 3 would use corrupted.*trajectory 0 "):
         run(PIPELINE, run_dir=copied, resume=True)
 
 
@@ -116,7 +116,7 @@ def test_a_row_of_before_the_checkpoint_is_not_drawn_unchecked(drawn, tmp_path, 
     folder = shutil.copytree(drawn, tmp_path / "run")
     flip_value(folder / "store", column, 3)
     longer = changed(DRAWN, learn__steps="6")
-    with pytest.raises(DataError, match=r"step 5 would learn from .*trajectories 0, 1, .* cannot be read: seg-"):
+    with pytest.raises(DataError, match=r"step 5 would use .*trajectories 0, 1, .* cannot be read: seg-"):
         run(longer, run_dir=folder, resume=True)
     assert len(RunFolder(folder).metrics) == 4
 
@@ -128,9 +128,7 @@ def test_a_row_that_the_store_does_not_serve_any_more_is_missed(drawn, tmp_path)
     file.unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the store says on opening which rows it does not serve
-        with pytest.raises(
-            DataError, match=r"step 5 would learn from .*32 of the trajectories 0 to 31 cannot be read: seg-"
-        ):
+        with pytest.raises(DataError, match=r"step 5 would use .*32 of the trajectories 0 to 31 cannot be read: seg-"):
             run(changed(DRAWN, learn__steps="6"), run_dir=folder, resume=True)
 
 
@@ -155,7 +153,7 @@ def test_damage_while_the_run_continues_stops_the_next_step_that_would_use_it(tm
             file.write_bytes(bytes([before[0] ^ 1]) + before[1:])
             time.sleep(0.6)  # the time of a file has a resolution, and is looked at now and then
 
-    with pytest.raises(DataError, match=r"step 4 would learn from .*corrupted.*run@2 --out"):
+    with pytest.raises(DataError, match=r"step 4 would use .*corrupted.*run@2 --out"):
         run(all_rows, run_dir=folder, resume=True, on_event=damage)
     assert len(RunFolder(folder).metrics) == 3
     file.write_bytes(before)

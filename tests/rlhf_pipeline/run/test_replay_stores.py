@@ -281,7 +281,7 @@ def test_recorded_order_without_the_first_versions_is_refused(tmp_path):
     store = make_store(tmp_path / "store", groups=(4,), versions=[5, 5, 6, 6])
     pipeline = offline(store, batch=0, replay={"recorded_order": True})
     with pytest.raises(
-        DataError, match=r"step 1 learns from trajectories of policy versions 0 to 0.* versions 5 to 6"
+        DataError, match=r"step 1 uses trajectories of policy versions 0 to 0.* versions 5 to 6"
     ) as refused:
         run(pipeline, run_dir=tmp_path / "run")
     # What was gathered is in the folder by then, so the other order needs another one.
@@ -312,7 +312,7 @@ def test_the_ledger_is_followed_where_rollouts_were_taken_as_they_arrived(tmp_pa
     assert [line["task_reward"] for line in lines] == [means[rollout] for rollout in arrived]
     rows[3]["row_ids"][5] = 10**6
     (tmp_path / "run" / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="the selection lacks 1 of the 12 trajectories from which step 4"):
+    with pytest.raises(DataError, match="the selection lacks 1 of the 12 trajectories that step 4"):
         run(dataclasses.replace(pipeline, replay=replay), run_dir=tmp_path / "broken")
 
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_replayed_says_why(tmp_path):
         plan_rerun(folder, from_step=4)
     fifth, sixth = StepRows(folder / "ledger.jsonl")[4:]
     rewrite_ledger(folder, {**fifth, "row_ids": [10**6]}, sixth)
-    with pytest.raises(DataError, match=r"step 5 learned from trajectories that are no longer in .* evicted"):
+    with pytest.raises(DataError, match=r"step 5 used trajectories that are no longer in .* evicted"):
         again(tiny(), folder, from_step=5)
 
 
