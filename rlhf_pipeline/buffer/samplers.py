@@ -221,7 +221,9 @@ class FunctionSampler(TrajectorySampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        contract = "It must accept view, allowed, most and rng, and return at most `most` of the allowed positions."
+        contract = (
+            "The function must accept view, allowed, most and rng, and return at most `most` of the allowed positions."
+        )
         with (
             tried(f"sample.strategy {function_name(self.function)}", f"8 trajectories. {contract}"),
             tempfile.TemporaryDirectory() as folder,

@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace) -> int:
         resolve_source(args.gguf)
     elif not text.is_file():
         raise MissingPathError(
-            f"there is no text file at {text}. Use any text, for example the JSONL file of your prompts."
+            f"there is no text file at {text}. Specify any text file, for example the JSONL file of your prompts."
         )
     from rlhf_pipeline.run.preflight import check_writable
 

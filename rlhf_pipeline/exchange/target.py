@@ -55,14 +55,14 @@ def check_columns(store: TrajectoryStore, schema: Schema) -> None:
         stored = store.schema[column.name]
         if (stored.dtype, stored.axis, stored.shape) != (column.dtype, column.axis, column.shape):
             raise DefinitionError(
-                f"column '{column.name}' is {_form(column)} in the export and {_form(stored)} in {store.path}. "
+                f"column '{column.name}' has {_form(column)} in the export, but {_form(stored)} in {store.path}. "
                 "Import the exported rows into a separate folder."
             )
 
 
 def _form(column: Column) -> str:
-    axis = f" on the axis '{column.axis}'" if column.axis else ""
-    return f"{column.dtype} of shape {list(column.shape)}{axis}"
+    form = f"dtype {column.dtype} and shape {list(column.shape)}"
+    return f"{form} (on the axis '{column.axis}')" if column.axis else form
 
 
 class ExistingRows:

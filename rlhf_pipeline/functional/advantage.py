@@ -383,8 +383,8 @@ def check_estimator(estimator: str | EstimatorFunction, rewards: Mapping[str, fl
         shifted = torch.stack([returns.double().roll(number) for number in range(len(rewards))], 1)
         components = NamedRewards(shifted, tuple(rewards), tuple(rewards.values()))
     contract = (
-        "It must accept returns [N], groups [N] and lengths ([N] or None), and may also have parameters named rewards "
-        "([N, R]), names and weights. It must return advantages [N]."
+        "The function must accept returns [N], groups [N] and lengths ([N] or None), and may also have parameters "
+        "named rewards ([N, R]), names and weights. It must return advantages [N]."
     )
     with tried(f"write.estimator {function_name(estimator)}", f"groups of 3 and 2. {contract}"):
         group_advantage(returns, torch.tensor([0, 0, 0, 1, 1]), estimator, lengths=lengths, named=components)

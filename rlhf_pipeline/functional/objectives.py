@@ -171,7 +171,7 @@ def objective_of(objective: str | ObjectiveFunction) -> ObjectiveEntry:
         return OBJECTIVES[objective]
     reads_entropy = bool(getattr(objective, "needs_entropy", False))
     name, tokens = function_name(objective), _six_tokens(entropy=reads_entropy)
-    contract = "It must accept functional.objectives.PolicyTokens and return the loss of each token."
+    contract = "The function must accept functional.objectives.PolicyTokens and return the loss of each token."
     with tried(f"loss.objective {name}", f"six tokens. {contract}"):
         (loss, *_), _ = _terms_of(objective, tokens)
         finite = bool(torch.isfinite(loss).all())

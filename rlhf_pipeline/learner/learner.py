@@ -749,7 +749,7 @@ class Learner:
             ages = earlier.get("newest_version", step - 1) - store.read_scalars("policy_version", rows)
             if ages.tolist() != earlier["ages"]:
                 return  # a power loss took them, and other weights sampled them again
-            what = "but the step would now learn from other trajectories"
+            what = "but other trajectories would now be used in the step"
         else:
             what = "but they are now other trajectories"
         raise DataError(

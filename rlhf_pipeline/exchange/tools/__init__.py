@@ -72,8 +72,8 @@ def _rewards_of_trl(row: Fields) -> dict[str, str]:
         return {"reward": "+".join(numbers)}  # TRL's weights are 1 unless the user changed them
     if len(numbers) > 1:
         raise DefinitionError(
-            f"which columns are the rewards? The numeric columns are {', '.join(numbers)}. Choose one, or a sum with "
-            f"the weights used in training: --field reward={numbers[0]} or --field "
+            f"the file has several numeric columns: {', '.join(numbers)}. Choose one of them as the reward, or a sum "
+            f"of several with the weights used in training: --field reward={numbers[0]} or --field "
             f"reward={numbers[0]}+0.5*{numbers[1]}"
         )
     if not numbers:
@@ -142,9 +142,9 @@ def verl(row: Fields) -> RawRollouts:
     evaluation = step == 0 or ("reward" in values and "request_id" not in values)
     if values.get("overlong_reward") is not None and "reward" not in row.field_paths and not evaluation:
         raise DefinitionError(
-            "the rows have score and overlong_reward, and verl's DAPO manager writes the score with or without "
-            "the overlong penalty. Choose one: --field reward=score (for a reward function that returns a number) or "
-            "--field reward=score+overlong_reward (for a function that returns a dict)"
+            "the rows have the fields score and overlong_reward, and verl's DAPO manager writes the score with or "
+            "without the overlong penalty. Choose one: --field reward=score (for a reward function that returns a "
+            "number) or --field reward=score+overlong_reward (for a function that returns a dict)"
         )
     uid = re.match(r"(.+)_\d+_\d+\Z", str(values.get("uid")))
     by_prompt = DerivedField("step, input and gts", (step, "input", str(values["input"]), str(values["gts"])))
@@ -201,8 +201,8 @@ def slime(row: Fields) -> RawRollouts:
     if isinstance(values["reward"], dict) and "reward" not in row.field_paths:
         keys = [*map(str, values["reward"])]
         raise DefinitionError(
-            f"the rewards are dicts ({', '.join(keys)}). Select the key that the run used as its --reward-key: --field "
-            f"reward=reward.{keys[0]}"
+            f"the rewards are dicts with these keys: {', '.join(keys)}. Select the key that the run used as its "
+            f"--reward-key: --field reward=reward.{keys[0]}"
         )
     start = len(tokens) - size
     yield row.record(

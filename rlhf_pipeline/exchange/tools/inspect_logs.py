@@ -76,7 +76,7 @@ def _reward_of(row: Fields) -> dict[str, str]:
     paths = [path for name, score in scores.items() for path in _paths(name, score.get("value"))]
     if len(paths) > 1 and not row.for_display:
         raise DefinitionError(
-            f"which score is the reward? The scores are {', '.join(paths)}. Choose one or a sum: --field "
+            f"the log has several scores: {', '.join(paths)}. Choose one of them, or a sum of several: --field "
             f"reward={paths[0]}"
         )
     return {"reward": "+".join(paths)}

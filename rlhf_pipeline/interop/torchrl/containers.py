@@ -88,7 +88,8 @@ class LLMWrapperBase(_TorchRLWrapperBase):
             names = sorted(str(k) for k in tensordict.keys(include_nested=True, leaves_only=True))
             raise MissingKeyError(
                 f"The TensorDict has no {_sub(self.tokens_key, 'full')!r} (its keys: {', '.join(names) or 'none'}). "
-                "Write the token ids of the prompt and the completion under this key, [B, T] or ragged."
+                "Write the token ids of the prompt and the completion under this key, either ragged or with shape "
+                "[B, T]."
             )
         return batch
 

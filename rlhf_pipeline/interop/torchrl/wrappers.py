@@ -347,6 +347,7 @@ class EnginePolicy:
             if len(ids) != len(values):
                 raise DataError(
                     f"{self._name()} returned {len(values)} log-probs for {len(ids)} tokens: it removes tokens equal "
-                    "to the padding id. Set a padding token that no text contains (not the end token) in the tokenizer."
+                    "to the padding id. In the tokenizer, set a padding token that no text contains and "
+                    "that is not the end token."
                 )
         return tokens, scores

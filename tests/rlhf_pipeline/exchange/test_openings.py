@@ -158,9 +158,7 @@ def test_logs_of_inspect(tmp_path: Path, chat_tokenizer: Any):
     samples[0]["uuid"] = "u1"
     log["plan"] = {"name": "plan", "config": {"temperature": 0.75}}  # in force, over the model's own
     (tmp_path / "two.json").write_text(json.dumps(log, indent=2))
-    with pytest.raises(
-        DefinitionError, match=r"which score is the reward\? The scores are scores.match.value, scores.len"
-    ):
+    with pytest.raises(DefinitionError, match=r"the log has several scores: scores.match.value, scores.len"):
         import_files([tmp_path / "two.json"], tmp_path / "two", tokenizer=chat_tokenizer)
     options: dict[str, Any] = {
         "tokenizer": chat_tokenizer,

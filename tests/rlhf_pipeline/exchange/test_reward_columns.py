@@ -39,7 +39,7 @@ def test_several_columns_of_numbers(tmp_path: Path, jsonl: Write, tokenizer: Any
     """Of several nothing is taken, not even one called reward; the error lists them, and what it says to type works."""
     last = {"advantage": TABLE["advantage"]}
     file = jsonl([{name: value for name, value in TABLE.items() if name not in last} | {more: 4} | last])
-    with pytest.raises(DefinitionError, match=rf"which columns are the rewards\?.* are accuracy, {more}\.") as raised:
+    with pytest.raises(DefinitionError, match=rf"has several numeric columns: accuracy, {more}\.") as raised:
         import_files([file], tmp_path / "store", tokenizer=tokenizer)
     assert not (tmp_path / "store").exists()
     assert str(raised.value).endswith(f"--field reward=accuracy or --field reward=accuracy+0.5*{more}")

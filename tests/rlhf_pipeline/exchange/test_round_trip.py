@@ -207,7 +207,7 @@ def test_exports_whose_columns_differ(tmp_path: Path):
             store.append({"input_ids": [[1]], "trajectory_id": [ord(name)], "x": [value]})
         export_store(tmp_path / name, tmp_path / f"{name}.jsonl")
     with pytest.raises(
-        DefinitionError, match=r"'x' is float64 of shape \[\] in the export and int64 of shape \[\] in "
+        DefinitionError, match=r"'x' has dtype float64 and shape \[\] in the export, but dtype int64 and shape \[\] in "
     ):
         import_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "c")
     with TrajectoryStore.open(tmp_path / "c") as store:

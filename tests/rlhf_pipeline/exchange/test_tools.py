@@ -436,7 +436,7 @@ def test_a_table_of_tools_is_refused_in_a_sentence(tmp_path: Path, jsonl: Write,
         import_files([jsonl([row, row])], tmp_path / "store", tokenizer=chat_tokenizer, one_turn=True)
     two = {**{key: value for key, value in row.items() if key != "advantage"}, "brief": 0.5, "advantage": 0.0}
     two["completion"] = talk[-1:]
-    with pytest.raises(DefinitionError, match=r"which columns are the rewards\?.*right, brief"):
+    with pytest.raises(DefinitionError, match=r"has several numeric columns: .*right, brief\. "):
         import_files([jsonl([two, two])], tmp_path / "two", tokenizer=chat_tokenizer)
     import_files([jsonl([two, two])], tmp_path / "two", tokenizer=chat_tokenizer, fields={"reward": "right+2*brief"})
     assert column(tmp_path / "two", "task_reward").tolist() == [2.0, 2.0]

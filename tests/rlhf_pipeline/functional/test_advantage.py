@@ -326,7 +326,9 @@ def test_a_function_is_tried_before_a_run_uses_it():
     assert seen == [((5, 2), ("right", "short"), (1.0, 0.5), 2, (5,))]
     check_estimator("grpo", {"right": 1.0})
     check_estimator(median_baseline)
-    with pytest.raises(DefinitionError, match=r"(?s)write.estimator .*groups of 3 and 2. It must accept returns \[N\]"):
+    with pytest.raises(
+        DefinitionError, match=r"(?s)write.estimator .*groups of 3 and 2. The function must accept returns \[N\]"
+    ):
         check_estimator(lambda returns, groups, lengths: returns.tolist()[7])
     with pytest.raises(DefinitionError, match=r"returned list; it must return a tensor of shape \[5\]"):
         check_estimator(lambda returns, groups, lengths: returns.tolist())

@@ -135,7 +135,9 @@ def test_a_step_that_differs_from_its_ledger_row_is_refused(make_learner):
     learner.ledger = Ledger(learner.ledger.rows.path)  # as after a restart
     rows, before = list(learner.ledger.rows), [parameter.clone() for parameter in learner.policy.parameters()]
     learner.buffer.extend(lazy_stack(TURNS[2:]))
-    with pytest.raises(DataError, match=r"the ledger lists 2 rows for step 1, .*would now learn from other"):
+    with pytest.raises(
+        DataError, match=r"the ledger lists 2 rows for step 1, .*but other trajectories would now be used"
+    ):
         learner.step(1)
     assert list(StepRows(learner.ledger.rows.path)) == rows
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
