@@ -892,10 +892,10 @@ class GRPO(Settings):
         None,
         above=0,
         max=1,
-        help="Share of a step's tokens (at least one token) to exclude from the policy loss. The excluded tokens are "
-        "drawn from the tokens whose covariance of log-prob and advantage is between `clip_cov_low` and "
-        "`clip_cov_high`. arXiv:2505.22617 uses 0.0002. The other tokens keep their weight, as in verl. Only for "
-        "`objective=grpo`. Requires an additional forward pass and a single process.",
+        help="Share of a step's tokens to exclude from the policy loss. If the share is less than one token, one token "
+        "is excluded. The excluded tokens are drawn from the tokens whose covariance of log-prob and advantage is "
+        "between `clip_cov_low` and `clip_cov_high`. arXiv:2505.22617 uses 0.0002. The other tokens keep their weight, "
+        "as in verl. Only for `objective=grpo`. Requires an additional forward pass and a single process.",
     )
     clip_cov_low: float = setting(1.0, help="Lower bound on the covariance; see `clip_cov`.")
     clip_cov_high: float = setting(5.0, help="Upper bound on the covariance; see `clip_cov`.")
@@ -1015,8 +1015,8 @@ class Learn(Settings):
         min=0,
         help="Decoupled weight decay of AdamW. It does not apply to norms, biases or position embeddings.",
     )
-    beta1: float = setting(0.9, min=0, below=1, help="Decay of AdamW's first moment.")
-    beta2: float = setting(0.95, min=0, below=1, help="Decay of AdamW's second moment.")
+    beta1: float = setting(0.9, min=0, below=1, help="Decay rate of AdamW's first moment.")
+    beta2: float = setting(0.95, min=0, below=1, help="Decay rate of AdamW's second moment.")
     eps: float = setting(1e-8, above=0, help="The constant that is added to the square root of AdamW's second moment.")
     max_grad_norm: float = setting(
         1.0, above=0, help="Maximum gradient norm. A larger gradient is scaled down to this norm."
@@ -1197,7 +1197,7 @@ class Pipeline(Settings):
     collect: Collect = setting(factory=Collect, help="How completions are sampled.")
     write: WritePath = setting(factory=WritePath, help="How a trajectory is processed before it is stored.")
     buffer: Buffer = setting(factory=Buffer, help="The store of trajectories.")
-    sample: Sample = setting(factory=Sample, help="The trajectories that a step learns from.")
+    sample: Sample = setting(factory=Sample, help="The trajectories that an optimizer step uses.")
     loss: GRPO = setting(factory=GRPO, help="The policy loss, and its KL and entropy terms.")
     learn: Learn = setting(factory=Learn, help="The optimizer and the training loop.")
     replay: Replay | None = setting(

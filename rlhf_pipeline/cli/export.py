@@ -12,7 +12,7 @@ from rlhf_pipeline.report.formatting import count, duration
 
 HELP = "export a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\
-Writes every column; ragged columns become lists of numbers. To restore an identical store, `import` the exported file.
+Writes every column; ragged columns become lists of numbers. To restore an identical store, import the exported file.
 A filter consists of a column, one of the operators >= <= == != > <, and a value. reward, version, date and group are
 short names for columns. num_tokens and num_completion_tokens (the number of tokens that the policy sampled) are also
 available.

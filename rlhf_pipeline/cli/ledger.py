@@ -7,12 +7,12 @@ import argparse
 from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_json, positive
 
-HELP = "show the number and age of the trajectories in the latest steps"
+HELP = "show the number and age of the trajectories used in the latest steps"
 DETAILS = """\
 examples:
   rlhf-pipeline ledger runs/copy_digits
   rlhf-pipeline ledger runs/copy_digits -n 100 --json
-  rlhf-pipeline show runs/copy_digits --step 12        the trajectories of one step"""
+  rlhf-pipeline show runs/copy_digits --step 12        the trajectories used in one step"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

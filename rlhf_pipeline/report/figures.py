@@ -42,7 +42,7 @@ GROUPS: tuple[tuple[str, tuple[Figure, ...]], ...] = (
     (
         "Collected trajectories",
         (
-            Figure("rollout", "", "number of the rollout that the step learns from; the first is 0"),
+            Figure("rollout", "", "number of the rollout that the step uses; the first is 0"),
             Figure(
                 "task_reward",
                 "reward",

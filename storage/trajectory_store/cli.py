@@ -79,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
 
     verify = add("verify", _verify, "recompute every checksum and report damage")
     verify.add_argument(
-        "--accept-loss", action="store_true", help="accept the loss of the damaged rows, and record it in the store"
+        "--accept-loss",
+        action="store_true",
+        help="accept the loss of the damaged rows, and record the loss in the store",
     )
     stats = add("stats", _stats, "count rows and bytes, and summarise each column")
     show = add("show", _show, "print the newest trajectories, newest last")
