@@ -365,7 +365,7 @@ def test_rewards_in_a_dict_are_asked_for(tmp_path: Path):
     samples = [json.loads(line) for line in (DATA / "slime" / "samples.jsonl").read_text().splitlines()][:2]
     samples = [sample | {"reward": {"score": sample["reward"], "brief": 1.0}} for sample in samples]
     torch.save({"rollout_id": 3, "samples": samples}, tmp_path / "3.pt")
-    with pytest.raises(DefinitionError, match=r"dicts \(score, brief\).*--field reward=reward\.score"):
+    with pytest.raises(DefinitionError, match=r"dicts with these keys: score, brief\. .*--field reward=reward\.score"):
         import_files([tmp_path / "3.pt"], tmp_path / "store")
     import_files([tmp_path / "3.pt"], tmp_path / "store", fields={"reward": "reward.score+0.5*reward.brief"})
     assert column(tmp_path / "store", "task_reward").tolist() == [1.5, 0.5]
