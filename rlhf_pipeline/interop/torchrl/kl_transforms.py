@@ -256,8 +256,8 @@ class ActorKLRewardTransform(KLRewardTransform):
         refuse_arguments(ActorKLRewardTransform, unknown)
         if not isinstance(requires_grad, bool):
             raise DefinitionError(
-                "the fifth argument of the actor form is requires_grad, which must be True or False; got "
-                f"{requires_grad!r}. Pass log_prob_key= and later arguments by name."
+                "the fifth argument of ActorKLRewardTransform is requires_grad, which must be True or "
+                f"False; got {requires_grad!r}. Pass log_prob_key= and later arguments by name."
             )
         model = ref_model if ref_model is not None else actor
         if not is_actor(model) or (ref_model is not None and actor is not None):

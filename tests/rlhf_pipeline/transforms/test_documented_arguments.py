@@ -322,7 +322,7 @@ def test_forms_of_the_general_form(normal_actor):
     td = normal_actor(TensorDict(obs=torch.zeros(4, 3), batch_size=[4]))
     td["next", "reward"] = torch.ones(4, 1)
     assert transform(td)["next", "reward"].tolist() == [[1.0]] * 4
-    with pytest.raises(DefinitionError, match="fifth argument of the actor form is requires_grad"):
+    with pytest.raises(DefinitionError, match="fifth argument of ActorKLRewardTransform is requires_grad"):
         KLRewardTransform(normal_actor, 0.1, None, None, "log_probs")
 
 
