@@ -56,8 +56,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--group",
         metavar="FIELD|N|none",
         help=(
-            "the field that identifies the group, or the number of consecutive rows per group; `none` makes each row a "
-            "separate group"
+            "the field that identifies the group, or the number of consecutive rows per group; `none` confirms "
+            "that consecutive rows with the same prompt form a group"
         ),
     )
     command.add_argument(

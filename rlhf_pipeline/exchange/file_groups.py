@@ -51,8 +51,8 @@ class FileGroups:
                     fields = f" (fields of the rows: {', '.join(sorted(record.meta))})" if record.meta else ""
                     raise DefinitionError(
                         f"a prompt reappears after other prompts, and no field identifies its group{fields}. "
-                        f"{_NAME}. If all rows of a prompt form one group: --group-by prompt. To keep the "
-                        "groups unchanged: --group none"
+                        f"{_NAME}. If all rows of a prompt form one group: --group-by prompt. If each "
+                        "series of consecutive rows with the same prompt is a group: --group none"
                     )
                 self._ungrouped_prompts.add(prompt_key)
                 self._last = (prompt_key, row)

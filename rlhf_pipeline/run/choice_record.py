@@ -10,7 +10,7 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.run.folder import RunFolder
 from rlhf_pipeline.run.record import checksum_of
 
-RESTORE: Final = "Restore it from a copy, or start a new run with --out OTHER_FOLDER."
+RESTORE: Final = "Restore the run from a copy, or start a new run with --out OTHER_FOLDER."
 
 
 def has_chosen(run: RunFolder) -> bool:
