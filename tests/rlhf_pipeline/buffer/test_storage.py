@@ -622,7 +622,7 @@ def test_refused_data(storage, make_rows):
         storage.set([0, 1], [make_rows([4])[0], make_rows([4])[0].exclude("meta")])
     rows = make_rows([4])
     rows[0]["group_id"] = torch.tensor([1, 2])
-    with pytest.raises(DataError, match="one per trajectory"):
+    with pytest.raises(DataError, match="one value per trajectory"):
         storage.set([0], lazy_stack(rows))
     with pytest.raises(DataError, match="trajectory 1 of 2 has no tokens"):
         storage.extend(lazy_stack([make_rows([4])[0], make_rows([0], prompt=0)[0]]))

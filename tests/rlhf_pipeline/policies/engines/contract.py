@@ -378,7 +378,7 @@ class EngineContract:
             ({"prompts": [[5]], "max_new_tokens": 0}, DefinitionError, "at least 1"),
             ({"prompts": [[5]], "group_size": 0}, DefinitionError, "group_size is 0"),
             ({"prompts": [[5]], "temperature": -1.0}, DefinitionError, "temperature is -1"),
-            ({"prompts": [[5]], "stream_ids": [1, 2]}, DefinitionError, "2 stream_ids"),
+            ({"prompts": [[5]], "stream_ids": [1, 2]}, DefinitionError, "stream_ids has length 2"),
         ]
         for fields, kind, message in wrong:
             with pytest.raises(kind, match=message):

@@ -544,7 +544,7 @@ def test_a_graph_that_differs_stops_the_run(recorded: RecordedSteps, make_model:
     engine(model, 16).generate(request)
     recorded.after_replay = lambda state: state.hidden.mul_(1 + 0.05)
     with pytest.raises(
-        EngineError, match=r"replayed as a graph \(5 rows, 64 columns\) differs .* hidden states differ by up to 5"
+        EngineError, match=r"replayed as a graph \(5 rows, 64 columns\) differs .* in hidden states by up to 5"
     ):
         engine(model, 16).generate(request)
 
