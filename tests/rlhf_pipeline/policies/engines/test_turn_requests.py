@@ -30,6 +30,7 @@ class Requests:
         self.aborts = 0
         self.in_progress = 0
         self.fails_at: int | None = None
+        self.aborts_at: int | None = None
 
     def generate(
         self, request: Request, refresh: WeightRefresh | None = None, ended: Ended | None = None
@@ -42,6 +43,9 @@ class Requests:
             if self.in_progress == self.fails_at:
                 self.fails_at = None
                 raise EngineError("the engine failed")
+            if self.in_progress == self.aborts_at:
+                self.aborts_at = None
+                self.abort()
             time.sleep(TOKEN_S)
             if aborts != self.aborts:
                 break
@@ -113,6 +117,6 @@ def test_what_fails_ends_the_call():
 def test_an_abort_ends_the_conversations():
     """Nothing of a rollout is kept whose turns another client aborted."""
     engine = Requests()
-    threading.Timer(0.1, engine.abort).start()
+    engine.aborts_at = 20  # while it samples, however long it takes to start
     with pytest.raises(EngineError, match="so it was not stored"):
         run(engine, type("Timed", (Tool,), {"alone_s": {}}))
