@@ -34,15 +34,13 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-warnings.filterwarnings("ignore")
-logging.disable(logging.WARNING)
 
-import numpy as np  # noqa: E402
-from _peers import PEERS  # noqa: E402
-from _peers.base import Batch, Clocks, Memcpy, Peer, installed, make_commits  # noqa: E402
-from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, disk_bytes, have_pages  # noqa: E402
+import numpy as np
+from _peers import PEERS
+from _peers.base import Batch, Clocks, Memcpy, Peer, installed, make_commits
+from _stores import BATCH, BYTES_PER_TOKEN, TOKEN_COLUMNS, disk_bytes, have_pages
 
-from trajectory_store import RaggedArray  # noqa: E402
+from trajectory_store import RaggedArray
 
 PACKAGES = ("numpy", "torch", "torchrl", "tensordict", "zarr", "pyarrow", "datasets", "lmdb", "pylance", "duckdb")
 
@@ -352,6 +350,8 @@ def run(kinds: list[type[Peer]], root: Path, *, quick: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Print the table."""
+    warnings.filterwarnings("ignore")  # not at import: tests import this module
+    logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="1920 rows instead of 10240")
     parser.add_argument("--only", nargs="+", default=[], help="stores whose name contains one of these")
