@@ -104,10 +104,11 @@ class LocalSegment(Segment):
     @property
     def log(self) -> Log:
         """The commit records."""
-        if self._log is None:
+        log = self._log  # another thread may close it at any time
+        if log is None:
             size = (self.meta.rows_cap + 1) * RECORD_SIZE
-            self._log = Log(self._opened(COMMITS, commits_path(self.folder), size), self.meta.salt)
-        return self._log
+            log = self._log = Log(self._opened(COMMITS, commits_path(self.folder), size), self.meta.salt)
+        return log
 
     def close_log(self) -> None:
         """Close the commit records if nothing more will be added."""
@@ -128,20 +129,21 @@ class LocalSegment(Segment):
 
     def fence(self) -> int | None:
         """Return how many records count if another process ended the segment, or None."""
-        if self._marks is None:
+        marks = self._marks  # another thread may close them at any time
+        if marks is None:
             try:
-                self._marks = open_file(mark_path(self.folder), MARK_SIZE, self._io)
+                marks = self._marks = open_file(mark_path(self.folder), MARK_SIZE, self._io)
             except (OSError, StoreError) as error:  # damaged or missing: `acknowledged` reports it
                 fs.pass_external(error)
                 return None
-        if not self._marks[ENDING_AT : ENDING_AT + 1][0]:
+        if not marks[ENDING_AT : ENDING_AT + 1][0]:
             return None
-        fenced_at = parse_mark(bytes(self._marks[:]), FENCE_AT)
+        fenced_at = parse_mark(bytes(marks[:]), FENCE_AT)
         if fenced_at is None:  # it is being written now, or its writer was killed
             fd = fs.open_fd(mark_path(self.folder), os.O_RDONLY)
             try:
                 with fs.short_lock(fd, mark_path(self.folder)):
-                    fenced_at = parse_mark(bytes(self._marks[:]), FENCE_AT)
+                    fenced_at = parse_mark(bytes(marks[:]), FENCE_AT)
             finally:
                 os.close(fd)
         return fenced_at

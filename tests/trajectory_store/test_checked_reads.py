@@ -145,7 +145,7 @@ def test_once_all_was_compared_a_checked_read_has_the_steps_of_an_unchecked_one(
     if state == "merged":
         with TrajectoryStore.open(path, "a") as store:
             store.compact()
-    time.sleep(0.06)  # the state of files that are newer is not certain
+    time.sleep(0.2)  # the state of files that are newer is not certain
     with TrajectoryStore.open(path) as store:
         every = store.ids()
         store.read(every)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from tests.moments import at_call
 from trajectory_store import Column, MissingRowError, Schema, TrajectoryStore
 from trajectory_store.columns import ColumnReader
+from trajectory_store.local_segment import LocalSegment
 
 from .contract import example_rows, example_schema, same_rows
 
@@ -164,3 +167,26 @@ def test_threads_that_fetch_at_the_same_time_read_the_same(tmp_path, backend):
             return seed
 
         assert list(pool.map(compare, range(4))) == [0, 1, 2, 3]
+
+
+def test_records_that_another_thread_closes_are_read(tmp_path):
+    """A thread may close the records of a finished segment at any line at which another one opens them."""
+    with TrajectoryStore.create(tmp_path / "s", example_schema()) as writer:
+        writer.append(example_rows(4, seed=0))
+    with TrajectoryStore.open(tmp_path / "s") as reader:
+        (segment,) = reader._catalog.row_segments()
+        assert isinstance(segment, LocalSegment)
+        opening = LocalSegment.__dict__["log"].fget.__code__
+
+        def close(frame: FrameType, event: str, _argument: object):
+            if event == "line":
+                segment.close_log()
+            return close
+
+        before = sys.gettrace()
+        sys.settrace(lambda frame, _event, _argument: close if frame.f_code is opening else None)
+        try:
+            records = segment.log
+        finally:
+            sys.settrace(before)
+        assert [record.n_rows for record in (records.get(0),) if record is not None] == [4]
