@@ -133,10 +133,10 @@ class Setting:
         """The groups of settings that the field may hold; empty for a plain value."""
         return tuple(kind for kind in _options(self.hint) if isinstance(kind, type) and issubclass(kind, Settings))
 
-    def kind(self) -> str:
-        """Return the valid values as text: `a whole number, at least 1, or none`."""
+    def kind(self, *, quote: str = "") -> str:
+        """Return the valid values as text: `a whole number, at least 1, or none`; `quote` encloses each choice."""
         options = [option for option in _options(self.hint) if option is not type(None)]
-        words = _alternatives(_kinds(options))
+        words = _alternatives(_kinds(options, quote))
         each = "each " if typing.get_origin(options[0]) is tuple else ""
         bounds = f", {each}{self.bounds.words()}" if self.bounds.words() else ""
         or_none = ", or none" if type(None) in _options(self.hint) else ""
@@ -292,7 +292,7 @@ def _choices(option: Any) -> tuple[Any, ...]:
     return typing.get_args(option) if typing.get_origin(option) is Literal else ()
 
 
-def _kind(option: Any) -> str:
+def _kind(option: Any, quote: str = "") -> str:
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     if option in plain:
         return plain[option]
@@ -302,7 +302,7 @@ def _kind(option: Any) -> str:
         kind = typing.get_args(option)[1]
         return "an object (JSON on the command line)" if kind is Any else f"a dict with {_kind(kind)} per name"
     if choices := _choices(option):
-        return f"one of {', '.join(map(str, choices))}"
+        return f"one of {', '.join(f'{quote}{choice}{quote}' for choice in choices)}"
     if typing.get_origin(option) is not None:
         origin = typing.get_origin(option)
         return "a function" if origin is Callable else _with_article(getattr(origin, "__name__", str(origin)).lower())
@@ -313,11 +313,11 @@ def _kind(option: Any) -> str:
     return _with_article(getattr(option, "__name__", str(option)))
 
 
-def _kinds(options: Sequence[Any]) -> list[str]:
+def _kinds(options: Sequence[Any], quote: str) -> list[str]:
     """Return the kinds of the members of a union, which lists choices only once: `one of a, b, or a tuple of them`."""
     choices = [option for option in options if _choices(option)]
     tuples = [option for option in options if typing.get_args(option)[0:1] and typing.get_args(option)[0] in choices]
-    return [_kind(option) for option in options if option not in tuples] + ["a tuple of them"] * len(tuples)
+    return [_kind(option, quote) for option in options if option not in tuples] + ["a tuple of them"] * len(tuples)
 
 
 def _plural(option: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -235,12 +234,5 @@ def _section(title: str, kind: type, prefix: str, items: list[Any]) -> Iterator[
     yield "| field | default | allowed values | meaning |"
     yield "|---|---|---|---|"
     for item in items:
-        cells = (f"`{prefix}{item.name}`", f"`{_default(item)}`", _as_code(item.kind()), item.help)
+        cells = (f"`{prefix}{item.name}`", f"`{_default(item)}`", item.kind(quote="`"), item.help)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _as_code(kind: str) -> str:
-    """Return a kind with its choices as code: ``one of one, rows`` becomes ``one of `one`, `rows` ``."""
-    if not (found := re.match(r"one of ([\w+]+(?:, (?!or )[\w+]+)*)", kind)):
-        return kind
-    return "one of " + ", ".join(f"`{choice}`" for choice in found[1].split(", ")) + kind[found.end() :]

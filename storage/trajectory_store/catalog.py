@@ -706,9 +706,7 @@ class Catalog:
         """The segment of rows or updates with this ordinal."""
         segment = self.segments.get(ordinal) or self.updates.get(ordinal)
         if segment is None:
-            raise SegmentGoneError(
-                f"segment {ordinal} was removed while it was being read. Call refresh() and get the ids from ids()."
-            )
+            raise SegmentGoneError.of(f"segment {ordinal}", "was removed while it was being read")
         return segment
 
     def table(self, name: str) -> dict[int, Any]:

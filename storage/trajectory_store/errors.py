@@ -89,6 +89,16 @@ class PlaceError(MissingRowError, IndexError):
 class SegmentGoneError(MissingRowError):
     """A segment has been evicted or compacted since the last refresh. Reads refresh the store and retry."""
 
+    missing: str = "a segment"
+    """The segment or the object that is gone, by name."""
+
+    @classmethod
+    def of(cls, missing: str, event: str) -> SegmentGoneError:
+        """Return the error for a segment or an object to which something happened."""
+        error = cls(f"{missing} {event}. Call refresh() and get the ids from ids().")
+        error.missing = missing
+        return error
+
 
 class SnapshotGoneError(MissingRowError):
     """A merge removed the values of a snapshot because later updates had replaced them."""

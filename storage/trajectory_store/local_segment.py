@@ -716,9 +716,8 @@ class LocalSegment(Segment):
                 fs.check_folder(folder)
             return open_file(path, size, self._io, used=used)
         except FileNotFoundError:
-            raise SegmentGoneError(
-                f"segment {self.name} was evicted or compacted before its array '{name}' was read. Call refresh() "
-                "and get the ids from ids()."
+            raise SegmentGoneError.of(
+                f"segment {self.name}", f"was evicted or compacted before its array '{name}' was read"
             ) from None
         except OSError as error:
             raise fs.unreadable(error, path) from None

@@ -73,10 +73,9 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                 self.follow()
                 looks += self.catalog_number == number
                 if looks > 2 and not self._catalog.find_missing():  # pyright: ignore[reportPrivateUsage]
-                    lost = str(error).partition(" was ")[0]  # the segment or the object
                     raise CorruptionError(
-                        f"{self.path}: {lost} is missing, although the catalog still lists the segment: something "
-                        "other than the store removed the files. Run verify(), and restore the segment from a copy."
+                        f"{self.path}: {error.missing} is missing, although the catalog still lists the segment: "
+                        "something other than the store removed the files. Run verify(), and restore the segment from a copy."
                     ) from None
             except StoreError:
                 raise

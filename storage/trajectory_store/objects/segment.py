@@ -521,10 +521,7 @@ class ObjectSegment(Segment):
             elif len(missing):
                 self._fetch_chunks(name, missing)
         except FileNotFoundError as error:
-            raise SegmentGoneError(
-                f"object {error} was evicted or compacted before it was read. Call refresh() and get the ids from "
-                "ids()."
-            ) from None
+            raise SegmentGoneError.of(f"object {error}", "was evicted or compacted before it was read") from None
         except OSError as error:
             if isinstance(error, StoreError) or fs.is_external(error):
                 raise
