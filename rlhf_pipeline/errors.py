@@ -188,6 +188,18 @@ def tried(what: str, on: str) -> Generator[None]:
         raise DefinitionError(f"{what} raised {type(error).__name__} ({error}) in a test on {on}") from error
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "trajectory"), count(2500, "trajectory"), count(2, "group")
+    ('1 trajectory', '2,500 trajectories', '2 groups')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    many = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2:-1] not in "aeiou" else f"{noun}s"
+    return f"{number:,} {many}"
+
+
 def did_you_mean(name: str, valid_names: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest valid name, or the list of valid names.
 

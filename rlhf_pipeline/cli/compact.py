@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import echo, progress_lines
-from rlhf_pipeline.errors import RunExistsError, RunStorageError, typed
-from rlhf_pipeline.report.formatting import count, duration
+from rlhf_pipeline.errors import RunExistsError, RunStorageError, count, typed
+from rlhf_pipeline.report.formatting import duration
 
 if TYPE_CHECKING:
     from rlhf_pipeline.run.address import Address

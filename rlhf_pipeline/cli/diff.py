@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import Ticker, echo, echo_json
-from rlhf_pipeline.errors import DefinitionError, did_you_mean, typed
-from rlhf_pipeline.report.formatting import count, one_line
+from rlhf_pipeline.errors import DefinitionError, count, did_you_mean, typed
+from rlhf_pipeline.report.formatting import one_line
 from rlhf_pipeline.run import filenames
 
 if TYPE_CHECKING:

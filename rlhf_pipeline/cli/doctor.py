@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_pipeline.cli.output import echo
-from rlhf_pipeline.report.formatting import count, duration
+from rlhf_pipeline.errors import count
+from rlhf_pipeline.report.formatting import duration
 
 _NEEDED = ("torch", "torchrl", "tensordict", "transformers", "tokenizers", "safetensors", "numpy", "google-crc32c")
 _FREE_GB = 2.0

@@ -79,7 +79,8 @@ def execute(args: argparse.Namespace) -> int:
     """Evaluate, and print the figures and what to look at next."""
     from rlhf_pipeline.cli.process import view_of_stdout
     from rlhf_pipeline.cli.torchrun import import_torch
-    from rlhf_pipeline.report.formatting import count, evaluation_words
+    from rlhf_pipeline.errors import count
+    from rlhf_pipeline.report.formatting import evaluation_words
     from rlhf_pipeline.run.evaluation_rows import evaluation_store
     from rlhf_pipeline.run.events import EvaluationDone
     from rlhf_pipeline.run.folder import RunFolder

@@ -7,8 +7,8 @@ import time
 
 from rlhf_pipeline.cli.output import Ticker, echo
 from rlhf_pipeline.cli.parser import add_filter, add_skip_damaged
-from rlhf_pipeline.errors import typed
-from rlhf_pipeline.report.formatting import count, duration
+from rlhf_pipeline.errors import count, typed
+from rlhf_pipeline.report.formatting import duration
 
 HELP = "export a store as Parquet, JSONL, a Hugging Face dataset or ATIF"
 DETAILS = """\

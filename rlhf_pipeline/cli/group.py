@@ -27,7 +27,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print a group's members, or the newest groups."""
-    from rlhf_pipeline.report.formatting import aligned, count, number, one_line
+    from rlhf_pipeline.errors import count
+    from rlhf_pipeline.report.formatting import aligned, number, one_line
     from rlhf_pipeline.report.query import View
 
     view, room = View(args.path), max(shutil.get_terminal_size((110, 24)).columns - 48, 12)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.cli.output import Ticker, echo, warn
 from rlhf_pipeline.cli.parser import above_zero, add_fields, natural
-from rlhf_pipeline.errors import DefinitionError, typed
-from rlhf_pipeline.report.formatting import count, duration, number
+from rlhf_pipeline.errors import DefinitionError, count, typed
+from rlhf_pipeline.report.formatting import duration, number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import FileReport, ImportReport

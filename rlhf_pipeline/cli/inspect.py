@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_trust
 from rlhf_pipeline.cli.stats import lines
-from rlhf_pipeline.errors import DefinitionError, plain, typed
-from rlhf_pipeline.report.formatting import count, number
+from rlhf_pipeline.errors import DefinitionError, count, plain, typed
+from rlhf_pipeline.report.formatting import number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.query import Answer

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from rlhf_pipeline.errors import PipelineError, plain, typed
-from rlhf_pipeline.report.formatting import count, duration
+from rlhf_pipeline.errors import PipelineError, count, plain, typed
+from rlhf_pipeline.report.formatting import duration
 
 _EVERY_S = 5.0
 _COMMAND = re.compile(r"(?<![\w/-])rlhf-pipeline( [a-z])")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rlhf_pipeline.cli.output import pasted
-from rlhf_pipeline.errors import plain
-from rlhf_pipeline.report.formatting import count, duration, evaluation_words, number
+from rlhf_pipeline.errors import count, plain
+from rlhf_pipeline.report.formatting import duration, evaluation_words, number
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.events import EvaluationDone, Event, Notice, RolloutDone, RunFinished, RunStarted, StepDone
 

@@ -17,8 +17,7 @@ from rlhf_pipeline.cli.parser import (
     natural,
     positive,
 )
-from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.formatting import count
+from rlhf_pipeline.errors import DefinitionError, count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

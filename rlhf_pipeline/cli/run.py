@@ -14,8 +14,7 @@ from rlhf_pipeline.cli.parser import (
     seconds,
     share,
 )
-from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.formatting import count
+from rlhf_pipeline.errors import DefinitionError, count
 
 HELP = "run a pipeline"
 DETAILS = """\

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.cli.output import echo, echo_json
 from rlhf_pipeline.cli.parser import add_filter, add_json
-from rlhf_pipeline.errors import plain
-from rlhf_pipeline.report.formatting import count, evaluation_words, number
+from rlhf_pipeline.errors import count, plain
+from rlhf_pipeline.report.formatting import evaluation_words, number
 
 if TYPE_CHECKING:
     from rlhf_pipeline.report.query import Answer

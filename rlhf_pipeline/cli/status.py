@@ -50,7 +50,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the state of a run; 1 if there is an alarm of severity `page`."""
-    from rlhf_pipeline.report.formatting import aligned, count, duration, number
+    from rlhf_pipeline.errors import count
+    from rlhf_pipeline.report.formatting import aligned, duration, number
     from rlhf_pipeline.report.query import View
     from rlhf_pipeline.report.status import alarms_of_process, local_alarms, status
     from rlhf_pipeline.run.address import address_of

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 
 from rlhf_pipeline.cli.progress import RunView
-from rlhf_pipeline.errors import typed
-from rlhf_pipeline.report.formatting import count, duration, number
+from rlhf_pipeline.errors import count, typed
+from rlhf_pipeline.report.formatting import duration, number
 from rlhf_pipeline.run.address import below
 from rlhf_pipeline.run.checkpoint import step_of
 from rlhf_pipeline.run.choice_record import recorded_choice

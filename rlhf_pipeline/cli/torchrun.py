@@ -13,8 +13,7 @@ import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from rlhf_pipeline.errors import DefinitionError
-from rlhf_pipeline.report.formatting import count
+from rlhf_pipeline.errors import DefinitionError, count
 from rlhf_pipeline.run.processes.launch import PLACE, is_one_of_several
 from rlhf_pipeline.run.signals import STOPPING, StopRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rlhf_pipeline.cli.output import echo
-from rlhf_pipeline.report.formatting import count
+from rlhf_pipeline.errors import count
 
 HELP = "check a run or a store for corruption"
 DETAILS = """\

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlhf_pipeline.cli.output import echo
 from rlhf_pipeline.cli.parser import add_fields, natural
-from rlhf_pipeline.errors import DefinitionError, PipelineError, typed
-from rlhf_pipeline.report.formatting import count
+from rlhf_pipeline.errors import DefinitionError, PipelineError, count, typed
 
 if TYPE_CHECKING:
     from rlhf_pipeline.exchange import ImportReport

@@ -28,7 +28,7 @@ from rlhf_pipeline.data.rewards import (
 )
 from rlhf_pipeline.environments.environment import Failure
 from rlhf_pipeline.environments.outcomes import BROKEN, GRADER_ERROR, NOT_APPLICABLE, TIMEOUT
-from rlhf_pipeline.errors import RewardError, StopAskedError
+from rlhf_pipeline.errors import RewardError, StopAskedError, count
 from rlhf_pipeline.user_code.arguments import BoundRewards, Form, Sampled
 from rlhf_pipeline.user_code.outputs import Result, result_of, results_of
 from rlhf_pipeline.user_code.runtime import Call, Limit, process_runtime
@@ -336,7 +336,7 @@ class Grading:
         running = [graded for graded in self._calls.values() if graded.outcome is None]
         first = min(running, key=lambda graded: _start_of(graded, math.inf))
         others = len(running) - 1
-        return _described(first) + (f", and {others} other call{'s' * (others > 1)}" if others else "")
+        return _described(first) + (f", and {count(others, 'other call')}" if others else "")
 
     def _grade(self, place: int, calls: Mapping[int, _Graded]) -> Grade:
         """Put the results for one completion together."""

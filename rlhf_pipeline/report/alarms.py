@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from rlhf_pipeline.errors import PipelineError, typed
-from rlhf_pipeline.report.formatting import count, duration
+from rlhf_pipeline.errors import PipelineError, count, typed
+from rlhf_pipeline.report.formatting import duration
 from rlhf_pipeline.run.completeness import came_to_nothing, missing_parts
 from rlhf_pipeline.run.disk import DiskSpace
 from rlhf_pipeline.run.folder import RunFolder

@@ -10,9 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from rlhf_pipeline.errors import DataError, typed
+from rlhf_pipeline.errors import DataError, count, typed
 from rlhf_pipeline.report.drift import drift_text, drifted
-from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.run.address import Address
 from rlhf_pipeline.run.checkpoint import read_checkpoint_state, step_of

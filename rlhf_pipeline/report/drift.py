@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_pipeline.data.keys import EPISODE_ID, EPISODE_ROW, EPISODE_SIZE, POLICY_ROLE
-from rlhf_pipeline.report.formatting import count
+from rlhf_pipeline.errors import count
 from rlhf_pipeline.report.stored import Ids, Stored
 
 _NEEDED = ("turn_spans", "assistant_mask", "log_probs", "num_prompt_tokens")

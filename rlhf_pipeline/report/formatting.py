@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rlhf_pipeline.errors import plain
+from rlhf_pipeline.errors import count, plain
 
 
 def one_line(text: str, width: int) -> str:
@@ -37,18 +37,6 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
             for at, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join([*cells[:-1], row[-1]])
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> count(1, "trajectory"), count(2500, "trajectory"), count(2, "group")
-    ('1 trajectory', '2,500 trajectories', '2 groups')
-    """
-    if number == 1:
-        return f"1 {noun}"
-    many = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2:-1] not in "aeiou" else f"{noun}s"
-    return f"{number:,} {many}"
 
 
 def duration(seconds: float) -> str:

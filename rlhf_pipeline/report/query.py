@@ -23,10 +23,9 @@ from rlhf_pipeline.buffer.filters import masks_known, meets, num_completion_toke
 from rlhf_pipeline.buffer.text_search import search, text_bytes
 from rlhf_pipeline.config_text import flat_fields
 from rlhf_pipeline.data.episodes import stored_last_rows
-from rlhf_pipeline.errors import MissingKeyError, MissingPathError
+from rlhf_pipeline.errors import MissingKeyError, MissingPathError, count
 from rlhf_pipeline.report.causes import Causes, cause_of, messages
 from rlhf_pipeline.report.figures import figure_of
-from rlhf_pipeline.report.formatting import count
 from rlhf_pipeline.report.notes import Notes
 from rlhf_pipeline.report.row_fields import fields_of, is_named_reward, values_of
 from rlhf_pipeline.report.scans import MatchingRows, all_rows, by_version, page_of, rows_with, text_counts

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import numpy as np
 
-from rlhf_pipeline.errors import plain
-from rlhf_pipeline.report.formatting import count, number, one_line
+from rlhf_pipeline.errors import count, plain
+from rlhf_pipeline.report.formatting import number, one_line
 from rlhf_pipeline.report.query import Answer, View
 from rlhf_pipeline.report.stored import Ids, Stored
 from rlhf_pipeline.run.folder import RunFolder

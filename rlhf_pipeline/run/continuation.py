@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_pipeline.config import Pipeline
-from rlhf_pipeline.errors import RunExistsError, RunMismatchError, typed
+from rlhf_pipeline.errors import RunExistsError, RunMismatchError, count, typed
 from rlhf_pipeline.run import filenames
 from rlhf_pipeline.run.address import address_of
 from rlhf_pipeline.run.checkpoint import step_of
@@ -49,8 +49,8 @@ def check_free_or_recorded(run: RunFolder, *, resume: bool, again: str = "add --
     free = f"{option} {typed(free)}"
     if run.record.exists:
         _, reward = run.first_and_last_reward()
-        last = run.metrics.last_step
-        state = "" if reward is None else f" ({last} {'step' if last == 1 else 'steps'}, last reward {reward:.2f})"
+        steps = count(run.metrics.last_step, "step")
+        state = "" if reward is None else f" ({steps}, last reward {reward:.2f})"
         raise RunExistsError(
             f"{run.address} already contains a run{state}. To continue it: {again}. To keep it, choose another "
             f"folder: {free}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from rlhf_pipeline.data.rewards import LARGEST, TOTALS
+from rlhf_pipeline.errors import count
 
 DEEPEST: Final = 64
 """Levels of nesting in values that are stored as JSON; deeper values are stored as text."""
@@ -63,26 +64,27 @@ def result_of(returned: Any) -> Result:
     return Result(value=_number(returned))
 
 
-def results_of(returned: Any, count: int) -> list[Result]:
-    """Read what a batched reward function returned for `count` completions."""
+def results_of(returned: Any, num: int) -> list[Result]:
+    """Read what a batched reward function returned for `num` completions."""
     several = returned.tolist() if hasattr(returned, "tolist") else returned
-    asked = f"{count} completion{'' if count == 1 else 's'}"
     if isinstance(several, Mapping):  # NeMo's and OpenRLHF's form: a list per component
         columns = cast("Mapping[str, Any]", several)
         logs = columns.get(_LOGS)
         lists = {name: _listed(values) for name, values in columns.items() if name != _LOGS}
         if isinstance(logs, Mapping):  # a figure of the whole batch is each one's
             figures = {name: _listed(values) for name, values in cast("Mapping[str, Any]", logs).items()}
-            logs = {name: values if isinstance(values, list) else [values] * count for name, values in figures.items()}
+            logs = {name: values if isinstance(values, list) else [values] * num for name, values in figures.items()}
             lists |= {f"{_LOGS}.{name}": values for name, values in logs.items()}
-        if any(not isinstance(values, (list, tuple)) or len(values) != count for values in lists.values()):
+        if any(not isinstance(values, (list, tuple)) or len(values) != num for values in lists.values()):
             raise TypeError(
-                f"it returned {_short(returned)} for {asked}; each entry must be a list with one value per completion"
+                f"it returned {_short(returned)} for {count(num, 'completion')}; each entry must be a list with one "
+                "value per completion"
             )
-        several = [_of_one({name: values[i] for name, values in lists.items()}) for i in range(count)]
-    if not isinstance(several, (list, tuple)) or len(cast("list[Any]", several)) != count:
+        several = [_of_one({name: values[i] for name, values in lists.items()}) for i in range(num)]
+    if not isinstance(several, (list, tuple)) or len(cast("list[Any]", several)) != num:
         raise TypeError(
-            f"it returned {_short(returned)} for {asked}; it must return a list with one value per completion"
+            f"it returned {_short(returned)} for {count(num, 'completion')}; it must return a list with one "
+            "value per completion"
         )
     return [result_of(reward) for reward in cast("list[Any]", several)]
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajectory_store.errors import BatchError, UnknownColumnError, did_you_mean
+from trajectory_store.errors import BatchError, UnknownColumnError, counted, did_you_mean
 from trajectory_store.format import PRESENT, SegmentMeta, offsets_name
 from trajectory_store.ragged import Int64Array, RaggedArray, is_masked, offsets_of
 from trajectory_store.schema import Column, Schema
@@ -162,8 +162,7 @@ def prepare(schema: Schema, data: Mapping[str, Any], n_rows: int | None = None) 
             n_rows, first = count, column.name
         elif count != n_rows:
             where = f"'{first}' has {n_rows}" if first else f"the expected number is {n_rows}"
-            held = f"{count} row{'' if count == 1 else 's'}"
-            raise BatchError(f"column '{column.name}' has {held}, but {where}.")
+            raise BatchError(f"column '{column.name}' has {counted(count, 'row')}, but {where}.")
     return Batch(n_rows or 0, values, lengths)
 
 

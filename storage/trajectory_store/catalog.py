@@ -19,7 +19,7 @@ from trajectory_store import fork_safety, fs
 from trajectory_store.arrival import ArrivalOrder, Arrivals
 from trajectory_store.backend import Gap, Medium, Rows, Segment
 from trajectory_store.catalog_log import CATALOG, Entry, Journal, State
-from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError, StoreError
+from trajectory_store.errors import CorruptionError, MissingRowError, SegmentGoneError, StoreError, counted
 from trajectory_store.format import ORDINAL_SHIFT, ROW_MASK, ROW_TIME, TARGET
 from trajectory_store.ragged import Int64Array, distinct, ranges_of
 from trajectory_store.rebuild import rebuild
@@ -792,8 +792,7 @@ class Catalog:
         ordinal, row = row_id >> ORDINAL_SHIFT, row_id & ROW_MASK
         segment = self.segments.get(ordinal)
         if segment is not None:
-            held = f"{segment.rows} row{'' if segment.rows == 1 else 's'}"
-            why = f"segment {ordinal} has {held} in this view, and this id refers to row {row}"
+            why = f"segment {ordinal} has {counted(segment.rows, 'row')} in this view, and this id refers to row {row}"
         elif ordinal in self.failed:
             why = f"segment {ordinal} is damaged"
         elif 0 <= ordinal < self.state.next_ordinal:

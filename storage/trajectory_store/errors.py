@@ -138,6 +138,15 @@ def is_refused(error: BaseException) -> bool:
     return isinstance(error, WriteFailedError) and not (isinstance(error, UnsyncedError) or is_unknown(error))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "row"), counted(0, "row")
+    ('1 row', '0 rows')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return a sentence with the nearest valid name, or with all valid names.
 

@@ -75,7 +75,8 @@ def following(read: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
                 if looks > 2 and not self._catalog.find_missing():  # pyright: ignore[reportPrivateUsage]
                     raise CorruptionError(
                         f"{self.path}: {error.missing} is missing, although the catalog still lists the segment: "
-                        "something other than the store removed the files. Run verify(), and restore the segment from a copy."
+                        "something other than the store removed the files. Run verify(), and restore the segment "
+                        "from a copy."
                     ) from None
             except StoreError:
                 raise

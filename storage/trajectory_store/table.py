@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajectory_store import arrow
-from trajectory_store.errors import BatchError, PlaceError
+from trajectory_store.errors import BatchError, PlaceError, counted
 from trajectory_store.new_files import new_file
 from trajectory_store.ragged import Int64Array
 from trajectory_store.reads import Columns, Ids, StoreReads, as_ids, following
@@ -293,10 +293,9 @@ def _cell(value: Any) -> str:
 
 
 def _no_row(place: int, count: int) -> PlaceError:
-    rows = "1 row" if count == 1 else f"{count} rows"
     return PlaceError(
-        f"there is no row at position {place}: the store has {rows}. Positions start at 0, in the order of "
-        "arrival. To read rows by id, use read(ids)."
+        f"there is no row at position {place}: the store has {counted(count, 'row')}. Positions start at 0, in the "
+        "order of arrival. To read rows by id, use read(ids)."
     )
 
 

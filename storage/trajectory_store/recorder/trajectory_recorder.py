@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trajectory_store.errors import BatchError, SchemaError, StoreError
+from trajectory_store.errors import BatchError, SchemaError, StoreError, counted
 from trajectory_store.recorder.argument_types import Array, Numbers, Scalar, TokenIds, TokenNumbers
 from trajectory_store.recorder.episode_rows import EpisodeRows, episode_rows
 from trajectory_store.recorder.raw_rollout import UNKNOWN_VERSION, Messages, as_failure, as_int, as_reward, weighted
@@ -295,7 +295,7 @@ class TrajectoryRecorder:
         except StoreError as error:
             if self.on_error == "raise":
                 raise
-            lost = f"{len(completions)} completion{' was' if len(completions) == 1 else 's were'}"
+            lost = f"{counted(len(completions), 'completion')} {'was' if len(completions) == 1 else 'were'}"
             _log.error("%s: %s not recorded: %s", self.path, lost, error)
             return np.empty(0, np.int64)
 
